@@ -1,7 +1,8 @@
 """All of flax.nnx, plus the names that choose where gradients stop.
 
 ``from flax_sg import nnx`` takes the place of ``from flax import nnx``. Every public
-name is there and is the same object, and nothing in flax.nnx is changed:
+name is there and is the same object, but for ``Optimizer`` and ``DiffState``: these are
+subclasses that take paths. Nothing in flax.nnx is changed:
 
     >>> from flax import nnx as flax_nnx
     >>> from flax_sg import nnx
@@ -23,7 +24,9 @@ if not hasattr(_nnx.Variable, 'get_value'):
         "Update it: pip install 'flax>=0.12.1'. flax_sg.linen works with this one."
     )
 
-from flax_sg.graphs.asking import where as where
+from flax_sg.graphs.choosing import DiffState as DiffState
+from flax_sg.graphs.choosing import Optimizer as Optimizer
+from flax_sg.graphs.choosing import where as where
 from flax_sg.graphs.forms import clip_gradient as clip_gradient
 from flax_sg.graphs.forms import map_cotangent as map_cotangent
 from flax_sg.graphs.forms import print_cotangent as print_cotangent

@@ -17,6 +17,7 @@ import jax
 from flax_sg.filters.predicates import describe
 from flax_sg.internals.optional import is_of_nnx
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.trees.leaves import leaves_of
 
 
 def watched(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +45,7 @@ def watched(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _values(args: Any) -> list[Any]:
     """The leaves of all models of NNX in some arguments."""
     nodes = jax.tree.leaves(args, is_leaf=_is_model)
-    return [leaf for node in nodes if _is_model(node) for leaf in jax.tree.leaves(node)]
+    return [x for node in nodes if _is_model(node) for x in leaves_of(node).values]
 
 
 def _is_model(node: Any) -> bool:

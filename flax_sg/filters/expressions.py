@@ -13,9 +13,11 @@ import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Literal, TypeAlias
 
+import jax
+
 from flax_sg import errors
 from flax_sg.filters import tokens
-from flax_sg.filters.paths import Owner, Path
+from flax_sg.filters.paths import Owner, Path, is_parameter, shape_and_dtype
 from flax_sg.internals.modules import ToldByHash
 
 # What the elementary filters that take a variable say of it: True, or a ``Part``.
@@ -89,14 +91,29 @@ class Filter(ToldByHash, abc.ABC):
                 exact.setdefault(atom.only, []).append(atom)
         return exact, others
 
-    def __call__(self, path: Path, matched: set[Filter] | None = None) -> Any:
+    def __call__(self, path: Any, matched: Any = None) -> Any:
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it.
+
+        It is a filter of NNX, too: called with the keys of a path, and what is there,
+        it takes the parameters that are meant.
 
         Args:
             path: the path.
-            matched: gets the atoms that take the variable.
+            matched: a set that gets the atoms that take the variable.
         """
-        return decide(self, path, matched)
+        if not isinstance(path, tuple):
+            return decide(self, path, matched)
+        names: Any = tuple(map(str, path))
+        value = matched
+        if not is_parameter(value):
+            return False
+        raw = value.get_raw_value() if hasattr(value, 'get_raw_value') else value
+        arrays = [*map(shape_and_dtype, jax.tree.leaves(raw))] or [None]
+        paths = [Path.of('params', names, array=array) for array in arrays]
+        said = [decide(self, path) for path in paths]
+        if said[0] not in (True, False) or said.count(said[0]) < len(said):
+            raise of_a_part(paths[0], 'an NNX filter')
+        return said[0]
 
     @functools.cached_property
     def shape(self) -> Hashable:
@@ -203,6 +220,11 @@ class Atom(Filter):
     @functools.cached_property
     def first(self) -> str | None:
         """The first name of every path that it means; None if there are several."""
+        return None
+
+    def state_after(self, beginning: str) -> Hashable | None:
+        """Equal for beginnings of paths that may go on alike; None if it is unknown."""
+        del beginning
         return None
 
     def evaluate(self, answers: Answers) -> Any:
@@ -344,6 +366,14 @@ def takes(atom: Atom, path: Path) -> Any:
     if said or not path.is_inner or atom.names_leaves:
         return said
     return atom.matches(path.variable)
+
+
+def of_a_part(path: Path, what: str) -> errors.PartError:
+    """The error for a filter that means a part of what cannot be split."""
+    return errors.PartError(
+        f'The filter means a part of {str(path)!r}, and {what} takes whole leaves.\n'
+        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.'
+    )
 
 
 Asks = Callable[[Atom, Path], Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,11 +15,12 @@ from flax_sg.filters.expressions import Filter
 from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
 from flax_sg.internals import modules, tracing
+from flax_sg.internals.optional import is_of_nnx
 
 
 def of_type(
     cls: type | tuple[type, ...],
-    model: nn.Module | Mapping[str, Sequence[Any]] | None = None,
+    model: Any = None,
     *args: Any,
     **kw: Any,
 ) -> Filter:
@@ -40,14 +41,22 @@ def of_type(
     {'bias': True, 'scale': True}
     >>> frozen = nn.Frozen(model, norms)
 
+    A model of NNX has its Variables, and needs no inputs:
+
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> of_type(nnx.Linear, model)
+    <of_type(Linear): 'layers/0/bias', 'layers/0/kernel'>
+
     A variable is meant if *any* module around it is of the class: the module that holds
     it, or one further out. Subclasses count, and so do modules in transforms
     (``nn.remat(Block)``, ``nn.scan(Cell)``) and in wrappers such as ``nn.Frozen``.
 
     Args:
         cls: a Module class, or a tuple of classes, as for ``isinstance``.
-        model: an unbound module. For a tree of several models, each with its inputs by
-            its name in the tree: ``{'actor': (actor, x), 'critic': (critic, x, a)}``.
+        model: an unbound module, or a model of NNX. For a tree of several models, each
+            with its inputs by its name in the tree:
+            ``{'actor': (actor, x), 'critic': (critic, x, a)}``.
         *args: example inputs of ``model.init``, arrays or their shapes.
         **kw: more of them, such as ``train=False`` or ``method=``.
 
@@ -70,7 +79,8 @@ def of_type(
             'of its module.\n'
             f'Give the model and example inputs: filters.of_type({names}, model, x).'
         )
-    models = model if isinstance(model, Mapping) else {'': (model,)}
+    is_one = is_of_nnx(type(model), 'Module') or not isinstance(model, Mapping)
+    models: Any = {'': (model,)} if is_one else model
     found = {
         (collection, (*filter(None, [name]), *path)): any(
             issubclass(one, classes) for one in around
@@ -83,9 +93,12 @@ def of_type(
 
 
 def _variables(
-    model: nn.Module, args: Any, kwargs: Any
+    model: Any, args: Any, kwargs: Any
 ) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
     """Yields the variables of a model, with the classes of the modules around."""
+    if is_of_nnx(type(model), 'Module'):
+        yield from _variables_of_nnx(model)
+        return
     at: dict[tuple[str, ...], set[type]] = {}  # The modules at each path.
     holding: dict[tuple[str, ...], set[type]] = {}  # Those that declare a variable.
 
@@ -116,3 +129,15 @@ def _variables(
             above = (at.get(names[:n], set()) for n in range(len(names) - 1))
             around = holding.get(names, at.get(names[:-1], set())).union(*above)
             yield collection, (*names, *inner), around
+
+
+def _variables_of_nnx(model: Any) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
+    """The same of a model of NNX. A tied Variable has several modules around it."""
+    from flax import nnx  # Models of linen do not wait for it.
+
+    around: dict[int, set[type]] = {}
+    for _, module in nnx.iter_modules(model):
+        for _, value in nnx.to_flat_state(nnx.state(module)):
+            around.setdefault(id(value), set()).add(type(module))
+    for keys, value in nnx.to_flat_state(nnx.state(model)):
+        yield 'params', tuple(map(str, keys)), around[id(value)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -157,6 +158,24 @@ def shape_and_dtype(leaf: Any) -> tuple[Any, Any] | None:
         return (), jnp.result_type(leaf)
     shape, dtype = getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None)
     return None if shape is None or dtype is None else (shape, dtype)
+
+
+def is_parameter(value: Any) -> bool:
+    """Whether something in a model of NNX counts as a parameter: views, reports, trees.
+
+    It is a Param, or a real or complex array that is in no Variable: ``jax.grad``
+    differentiates these as well.
+
+    >>> is_parameter(jnp.ones(2)), is_parameter(jnp.arange(2))
+    (True, False)
+    """
+    nnx = sys.modules.get('flax.nnx')
+    if nnx is not None and isinstance(value, nnx.Param):
+        return True
+    if nnx is not None and isinstance(value, nnx.Variable):
+        return False
+    known = shape_and_dtype(value)
+    return known is not None and jnp.issubdtype(known[1], jnp.inexact)
 
 
 def names_within(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from flax_sg import errors
@@ -69,6 +69,17 @@ class Glob(Atom):
         """The first name in the pattern, if no character in it has a meaning."""
         name = self.pattern.partition('/')[0]
         return None if _SPECIAL.search(name) else name
+
+    @functools.cached_property
+    def _beginnings(self) -> list[Callable[[str], object]]:
+        names = self.pattern.split('/')
+        some = ('/'.join(names[:n]) for n in range(1, len(names) + 1))
+        return [glob_regex(pattern).fullmatch for pattern in some]
+
+    def state_after(self, beginning: str) -> Hashable:
+        """Which beginnings of the pattern fit the beginning of a path."""
+        fits = tuple(fullmatch(beginning) is not None for fullmatch in self._beginnings)
+        return fits, self.pattern.startswith(f'{beginning}/')
 
     def matches(self, path: Path) -> bool:
         """Whether the pattern fits the path, or is the path."""

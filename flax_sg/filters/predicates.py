@@ -166,7 +166,7 @@ def describe(fn: Any) -> str:
 
 def tracer_in(fn: Callable[..., Any]) -> tuple[str, Any] | None:
     """A traced value that a function holds in its closure, by its name."""
-    for name, value in _held_by(fn):
+    for name, value in held_by(fn):
         if Tracer in type(value).__mro__:  # It asks nothing of the value.
             return name, value
     return None
@@ -179,7 +179,8 @@ def innermost(fn: Any) -> Any:
     return getattr(fn, '__func__', fn)
 
 
-def _held_by(fn: Any) -> Iterator[tuple[str, Any]]:
+def held_by(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a function holds, by name: in its closure, defaults, partials."""
     while isinstance(fn, functools.partial):
         yield from ((f'argument {n}', value) for n, value in enumerate(fn.args))
         yield from fn.keywords.items()

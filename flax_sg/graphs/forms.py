@@ -10,13 +10,15 @@ from flax import nnx
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
 from flax_sg.forms import cotangent_blocks, value_blocks
-from flax_sg.graphs.views import as_one, view
+from flax_sg.graphs.asking import parameters
+from flax_sg.graphs.values import values_of
+from flax_sg.graphs.views import view
 from flax_sg.graphs.walks import Walk
 
 M = TypeVar('M')
 
 
-def stop_gradient(model: M, where: Where, *, kind: Any = nnx.Param, **how: Any) -> M:
+def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which the selected Variables get no gradient.
 
     The view is a model of the same class. It reads ``jax.lax.stop_gradient`` of the
@@ -81,10 +83,10 @@ def stop_gradient(model: M, where: Where, *, kind: Any = nnx.Param, **how: Any) 
         is a view that a module keeps in an attribute. The idea is that of google/flax
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
-    return view(model, value_blocks.stop_gradient(where, **how), kind)
+    return view(Walk(model), value_blocks.stop_gradient(where, **how), kind)
 
 
-def train_only(model: M, where: Where, *, kind: Any = nnx.Param, **how: Any) -> M:
+def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which only the selected Variables are trained.
 
     The complement of ``stop_gradient``: ``where`` names what is **trained**.
@@ -107,10 +109,10 @@ def train_only(model: M, where: Where, *, kind: Any = nnx.Param, **how: Any) -> 
     Returns:
         As ``stop_gradient``.
     """
-    return view(model, value_blocks.train_only(where, **how), kind)
+    return view(Walk(model), value_blocks.train_only(where, **how), kind)
 
 
-def substitute(model: M, values: Any, *, kind: Any = nnx.Param, **how: Any) -> M:
+def substitute(model: M, values: Any, *, kind: Any = parameters, **how: Any) -> M:
     """Returns a view of an NNX model that reads other values in its Variables.
 
     Gradients flow to these values, and not to the model.
@@ -144,18 +146,10 @@ def substitute(model: M, values: Any, *, kind: Any = nnx.Param, **how: Any) -> M
     """
     if isinstance(values, str):
         raise wrong_argument(values, 'model or tree', 'nnx.substitute(model, target)')
-    variables = {names for names, _ in Walk(model).variables()}
-
-    def plain(values: Any, *names: str) -> Any:
-        if isinstance(values, nnx.Pytree):
-            values = nnx.state(values, kind)
-        if isinstance(values, nnx.Variable):
-            return as_one(values.get_raw_value())
-        if not isinstance(values, Mapping) or names in variables:
-            return as_one(values)
-        return {name: plain(below, *names, str(name)) for name, below in values.items()}
-
-    return view(model, value_blocks.substitute(plain(values), **how), kind)
+    walk = Walk(model)
+    if isinstance(values, (nnx.Pytree, Mapping, list, tuple)):
+        values = values_of(walk, values, kind)
+    return view(walk, value_blocks.substitute(values, **how), kind)
 
 
 def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> M:
@@ -304,5 +298,5 @@ def print_cotangent(model: M, where: Where, **how: Any) -> M:
     return _of(cotangent_blocks.print_cotangent, model, where, **how)
 
 
-def _of(make: Any, model: M, *args: Any, kind: Any = nnx.Param, **how: Any) -> M:
-    return view(model, make(*args, **how), kind)
+def _of(make: Any, model: M, *args: Any, kind: Any = parameters, **how: Any) -> M:
+    return view(Walk(model), make(*args, **how), kind)

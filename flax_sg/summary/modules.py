@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import jax
 from flax import linen
 from flax.core.scope import DenyList
 
@@ -16,6 +15,7 @@ from flax_sg.flow import gradient_flow
 from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, variables_of
+from flax_sg.trees.leaves import leaves_of
 
 _LINES, _WIDTH = 50, 80
 # Parameters are immutable here: written collections do not count as outputs.
@@ -92,7 +92,7 @@ def tabulate(
             tree, classes = variables_of(module, rngs, args, options)
             options |= {'rngs': rngs, 'mutable': mutable}
         found: list[Counted] = []
-        if jax.tree.leaves(tree):
+        if leaves_of(tree).values:
             report = gradient_flow(run, tree, *args, **options)
             for n, (path, shape) in enumerate(
                 zip(report.parameters, report.shapes, strict=True)
@@ -100,7 +100,14 @@ def tabulate(
                 count = report.count(n)
                 found.append((path, shape.dtype, (count, shape.size - count)))
         found = [one for one in found if one[0].collection == 'params']
-        return ModuleTable.of(_rows(classes, found), found, depth)
+        table = ModuleTable.of(_rows(classes, found), found, depth)
+        if not is_graph or 'method' in kwargs or 'method' in call_kwargs:
+            return table
+        # A view of the model is a model: nothing tells what is stopped in it.
+        return table.under(
+            f'What {type(module).__name__} trains when it is called. '
+            'Of a loss: sg.tabulate(model, method=loss)'
+        )
 
     return show
 
@@ -160,6 +167,12 @@ class ModuleTable(str):
         )
         table = cls('\n'.join([*lines, f'Trainable: {trained}   Frozen: {frozen}']))
         table.modules = rows
+        return table
+
+    def under(self, head: str) -> ModuleTable:
+        """The same table with a line above it."""
+        table = type(self)(f'{head}\n\n{self}')
+        table.modules = self.modules
         return table
 
     def rows(self) -> list[dict[str, Any]]:

@@ -96,10 +96,12 @@ class _Compiled(NamedTuple):
 
 
 def _compiled(fn: Any, *args: Any, **kwargs: Any) -> _Compiled:
-    calls, compiled = None, fn
-    if not isinstance(fn, jax.stages.Compiled):
+    # Functions of nnx.jit have stages that hold those of JAX.
+    calls, compiled = None, getattr(fn, 'compiled', fn)
+    if not isinstance(compiled, jax.stages.Compiled):
         jitted: Any = fn if hasattr(fn, 'trace') else jax.jit(fn)
         traced = jitted.trace(*args, **kwargs)
+        traced = getattr(traced, 'traced', traced)
         calls, compiled = jaxprs.callbacks_in(traced.jaxpr), traced.lower().compile()
     return _Compiled(_text_of(compiled), jaxprs.kept_arguments(compiled), calls)
 

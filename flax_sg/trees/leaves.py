@@ -20,7 +20,7 @@ from flax.core import meta
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
-from flax_sg.filters.expressions import find_unused
+from flax_sg.filters.expressions import find_unused, of_a_part
 from flax_sg.filters.paths import Path, name_of, names_in, shape_and_dtype
 from flax_sg.internals import tracing
 from flax_sg.trees.absent import ABSENT as ABSENT
@@ -276,14 +276,6 @@ def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
         if isinstance(takes, filters.Part):
             raise of_a_part(path, what)
     return list(said)
-
-
-def of_a_part(path: Path, what: str) -> errors.PartError:
-    """The error for a filter that means a part of what cannot be split."""
-    return errors.PartError(
-        f'The filter means a part of {path!r}, and {what} takes whole leaves.\n'
-        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.'
-    )
 
 
 def check_unused(unused: str) -> None:

@@ -1,15 +1,18 @@
-"""Tied Variables of NNX, which are one leaf.
+"""Tied Variables of NNX, which are one leaf, and modules that hold the one around them.
 
 JAX takes a module of NNX apart as a tree, and finds a Variable that stands at two
-places twice. Each copy would then get a verdict, a mask and an update of its own.
-``nnx.split`` finds it once, but takes apart what is one leaf here, such as a
-``NonDifferentiable``, and forgets the classes that ``sg.trainable`` declares. So later
-places of a Variable are marked, and JAX takes the rest apart as ever.
+places twice. Each copy would then get a verdict, a mask and an update of its own. In a
+module that holds the one around it JAX finds no end, and fails for good: later right
+programs raise, too. ``nnx.split`` knows both, but takes apart what is one leaf here,
+such as a ``NonDifferentiable``, and forgets the classes that ``sg.trainable`` declares.
+So later places of a Variable, and of a module within itself, are marked, and JAX takes
+the rest apart as ever.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -23,11 +26,12 @@ T = TypeVar('T')
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """Stands where a Variable stands again. It is a node without leaves.
+    """Stands where a Variable or a module stands again. It is a node without leaves.
 
     Attributes:
-        number: which of the Variables it is, in the order of the leaves. It is a part
-            of the structure: trees that are tied in other ways differ.
+        number: which of the Variables it is, in the order of the leaves; -1 for the
+            module around, -2 for the next one. It is a part of the structure: trees
+            that are tied in other ways differ.
     """
 
     number: int
@@ -52,21 +56,32 @@ def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
     True
 
     Args:
-        tree: any pytree, with modules and Variables of NNX anywhere in it. It may not
-            hold itself.
+        tree: any pytree, with modules and Variables of NNX anywhere in it.
 
     Returns:
-        The tree with a mark in all later places of a Variable; the tree itself if there
-        are none. And a function of a tree of the same structure, whose leaves may be
-        anything: it puts the first one in the place of each mark.
+        The tree with a mark in all later places of a Variable, and of a module within
+        itself; the tree itself if there are none. And a function of a tree of the same
+        structure, whose leaves may be anything: it puts the first one in the place of
+        each mark.
     """
     if 'flax.nnx' not in sys.modules:
         return tree, _as_it_is
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
+    modules, repeated = set[int](), set[int]()
+
+    def is_leaf(node: Any) -> bool:
+        if not _is_module(node):
+            return _is_variable(node)
+        (repeated if id(node) in modules else modules).add(id(node))
+        return id(node) in repeated
+
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    if repeated:
+        tree = _opened(tree, ())
+        nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
     variables = [id(node) for node in nodes if _is_variable(node)]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(variables))}
     if len(numbers) == len(variables):
-        return tree, _as_it_is
+        return tree, functools.partial(_closed, ()) if repeated else _as_it_is
     seen: set[int] = set()
     for index, node in enumerate(nodes):
         if id(node) in seen:
@@ -76,12 +91,46 @@ def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
     return treedef.unflatten(nodes), _tie
 
 
+def _opened(node: Any, around: tuple[int, ...]) -> Any:
+    """A tree with marks in the place of modules that hold what is around them."""
+    if _is_variable(node):
+        return node
+    if _is_module(node):
+        if id(node) in around:
+            return Again(around.index(id(node)) - len(around))
+        around = (*around, id(node))
+    root = iter([False])  # JAX asks for the node first.
+    children, treedef = jax.tree.flatten(node, is_leaf=lambda _: next(root, True))
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return node
+    return treedef.unflatten([_opened(child, around) for child in children])
+
+
+def _closed(around: tuple[Any, ...], tree: Any) -> Any:
+    """Puts modules in the place of marks that stand within them."""
+
+    def put(node: Any) -> Any:
+        if isinstance(node, Again):
+            return around[node.number]
+        if _is_module(node):
+            for name, value in vars(node).items():
+                vars(node)[name] = _closed((*around, node), value)
+        return node
+
+    return jax.tree.map(
+        put, tree, is_leaf=lambda node: _is_variable_or_mark(node) or _is_module(node)
+    )
+
+
 def _tie(tree: Any) -> Any:
     nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_variable_or_mark)
     variables = [node for node in nodes if _is_variable(node)]
-    return treedef.unflatten(
-        variables[node.number] if isinstance(node, Again) else node for node in nodes
+    tied = treedef.unflatten(
+        variables[node.number] if isinstance(node, Again) and node.number >= 0 else node
+        for node in nodes
     )
+    is_open = any(isinstance(node, Again) and node.number < 0 for node in nodes)
+    return _closed((), tied) if is_open else tied
 
 
 def marks_in(tree: Any, is_whole: Callable[[Any], bool]) -> Iterator[tuple[Any, range]]:
@@ -96,6 +145,8 @@ def marks_in(tree: Any, is_whole: Callable[[Any], bool]) -> Iterator[tuple[Any, 
     )
     leaves_of, count = list[range](), 0
     for keys, node in pairs:
+        if isinstance(node, Again) and node.number < 0:
+            continue
         if isinstance(node, Again):
             yield keys, leaves_of[node.number]
             continue
@@ -111,6 +162,10 @@ def _as_it_is(tree: Any) -> Any:
 
 def _is_variable(node: Any) -> bool:
     return is_of_nnx(type(node), 'Variable')
+
+
+def _is_module(node: Any) -> bool:
+    return is_of_nnx(type(node), 'Pytree')
 
 
 def _is_variable_or_mark(node: Any) -> bool:

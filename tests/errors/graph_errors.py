@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -45,7 +46,71 @@ def stopped_state() -> None:
     assert sg.stop_gradient(nnx.state(model, nnx.Param), 'kernel')
 
 
+class Closed(nnx.Module):
+    """Keeps a function that reads a layer of its own."""
+
+    def __init__(self) -> None:
+        self.layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        layer = self.layer
+        self.run = lambda x: layer(x)
+
+
+def pair(tied: bool) -> Any:
+    out = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.zeros(2)))
+    if tied:
+        out.b = out.a
+    return out
+
+
 CASES: dict[str, Any] = {
+    'a kind that no Variable has': (
+        lambda: nnx.stop_gradient(model, True, kind='params'),
+        "UnusedFilterError: kind='params' | There are: nnx.Param | kind=nnx.Param",
+        lambda: nnx.stop_gradient(model, True, kind=nnx.Param),
+    ),
+    'a pattern for Variables of another kind': (
+        lambda: nnx.stop_gradient(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean'),
+        "UnusedFilterError: 'mean' | It takes others: write kind=nnx.BatchStat.",
+        lambda: nnx.stop_gradient(
+            nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean', kind=nnx.BatchStat
+        ),
+    ),
+    'two values for one Variable': (
+        lambda: nnx.substitute(pair(True), pair(False)),
+        "StructureError: 'a' and 'b' are one Variable of the model, with one value. "
+        'Of the values they differ. | Tie them in the values',
+        lambda: nnx.substitute(pair(True), {'a': jnp.zeros(2)}),
+    ),
+    'a state of a target that ties weights': (
+        lambda: nnx.substitute(pair(False), nnx.state(pair(True))),
+        "StructureError: the state has no value for 'b' | Give the target itself, or "
+        'name what is replaced: where=.',
+        lambda: nnx.substitute(pair(False), pair(True)),
+    ),
+    'a function that holds layers': (
+        lambda: nnx.stop_gradient(Closed(), 'layer/**'),
+        'ArgumentTypeError: Closed.run holds modules of the model in a function | '
+        'Write a method in place of a function',
+    ),
+    'a glob in a filter of NNX': (
+        lambda: nnx.DiffState(0, nnx.All(nnx.Param, 'kern*')),
+        "FilterTypeError: 'kern*' | nnx.All(nnx.Param, nnx.where(model, 'kern*'))",
+        lambda: nnx.DiffState(0, nnx.All(nnx.Param, nnx.where(model, 'kern*'))),
+    ),
+    'a view in an attribute': (
+        lambda: nnx.Optimizer(
+            nnx.Dict(a=model, b=nnx.stop_gradient(model, True)),
+            optax.sgd(0.1),
+            wrt=nnx.Param,
+        ),
+        'UserWarning: nnx.Optimizer is given a view: nnx.stop_gradient made this '
+        'Linear. | make the view where you call it',
+        lambda: nnx.Optimizer(nnx.Dict(a=model), optax.sgd(0.1), wrt=nnx.Param),
+    ),
+    'a path that an optimizer cannot find': (
+        lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt='haed'),
+        "UnusedFilterError: nnx.where: Glob('haed') | 'kernel'",
+    ),
     'a pattern that no Variable of a model has': (
         lambda: nnx.stop_gradient(model, 'kernle'),
         "UnusedFilterError: 'kernle' | 'kernel' | nnx.stop_gradient",
@@ -65,6 +130,10 @@ CASES: dict[str, Any] = {
         "PartError: The filter means a part of 'w', and an NNX filter takes whole "
         'leaves.\n'
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
+    ),
+    'some leaves of a Variable, where Flax asks': (
+        lambda: nnx.state(SEVERAL, sg.arrays(lambda a: a.ndim > 1)),
+        "PartError: 'w' | an NNX filter takes whole leaves",
     ),
     'a hijax Variable': (
         lambda: nnx.stop_gradient(hijax(), 'w'),

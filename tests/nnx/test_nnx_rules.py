@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import flax_sg as sg
 import oracle
-from by_hand import pure
+from by_hand import Net, X, pure, total
 from flax_sg import errors, nnx
 
 
@@ -177,6 +178,101 @@ def test_other_values_of_tied_weights(where):
         view = nnx.substitute(model, values, where=where)
         assert view.a.w is view.b.w
         oracle.assert_same(apply(view.b), apply(target.b))
+
+
+def pair_of(value: float, tied: bool) -> Any:
+    pair = nnx.Dict(a=Scale(value), b=Scale(value + 1.0))
+    if tied:
+        pair.b.w = pair.a.w
+    return pair
+
+
+def both(pair: Any) -> Any:
+    return apply(pair.a) + 2.0 * apply(pair.b)
+
+
+def test_other_values_that_are_tied_elsewhere():
+    """A target that ties what the model does not, and the reverse."""
+    model, target = pair_of(2.0, False), pair_of(5.0, True)
+    view = nnx.substitute(model, target)
+    oracle.assert_same(both(view), both(target))
+    assert view.a.w is not view.b.w
+
+    # A state has one path of a tied weight.
+    with pytest.raises(errors.StructureError, match="no value for 'b/w', beside"):
+        nnx.substitute(model, nnx.state(target))
+    seen = nnx.substitute(model, nnx.state(target), where=['a/*', 'b/v'])
+    assert seen.b.w is model.b.w
+    oracle.assert_same(apply(seen.a), apply(target.a))
+
+    def loss(target):
+        return both(nnx.substitute(model, target))
+
+    oracle.assert_same(pure(nnx.grad(loss)(target)), pure(nnx.grad(both)(target)))
+    model, target = target, model
+    for values in target, nnx.state(target), {'a': target.a, 'b': target.b}:
+        with pytest.raises(errors.StructureError, match="'a/w' and 'b/w' are one"):
+            nnx.substitute(model, values)
+        # What is not selected is not read.
+        seen = nnx.substitute(model, values, where='*/v')
+        oracle.assert_same(seen.b.v[...], target.b.v[...])
+    # The same array contradicts nothing.
+    twice = {'a': {'w': target.a.w}, 'b': {'w': target.a.w[...]}}
+    oracle.assert_same(nnx.substitute(model, twice).b.w[...], target.a.w[...])
+    # A model has a value for each Variable; a tree may have some.
+    del target.b.w
+    with pytest.raises(errors.StructureError, match="'b/w' has none"):
+        nnx.substitute(model, target)
+    oracle.assert_same(
+        nnx.substitute(model, nnx.state(target)).b.w[...], target.a.w[...]
+    )
+
+
+STATES: dict[str, Any] = {
+    'a state': nnx.state,
+    'dicts of arrays': lambda model: nnx.to_pure_dict(nnx.state(model)),
+    'a model': lambda model: model,
+}
+if hasattr(nnx, 'as_pure'):
+    STATES |= {
+        'a pure state': lambda model: nnx.as_pure(nnx.state(model)),
+        'a pure model': nnx.as_pure,
+    }
+
+
+def test_a_state_of_some_variables():
+    model, target = Net(0), Net(1)
+    for some in nnx.PathContains('kernel'), nnx.PathContains('head'):
+        view = nnx.substitute(model, nnx.state(target, nnx.All(nnx.Param, some)))
+        oracle.assert_same(view.head.kernel[...], target.head.kernel[...])
+        assert view.norm.scale is model.norm.scale
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize('form', STATES)
+def test_other_values_of_a_model_with_statistics(form):
+    """They are filtered by kind, whatever they are in."""
+    model, target = Net(0), Net(1)
+    target(X)
+    values = STATES[form](target)
+    view = nnx.substitute(model, values)
+    oracle.assert_same(total(view), total(target))
+    assert view.norm.mean is model.norm.mean
+    stats = nnx.substitute(model, values, kind=nnx.BatchStat)
+    oracle.assert_same(stats.norm.mean[...], target.norm.mean[...])
+    assert stats.head.kernel is model.head.kernel
+    with pytest.raises(errors.UnusedFilterError, match="'norm/extra'"):
+        nnx.substitute(model, {'norm': {'extra': ONES}})
+    target.extra = nnx.Param(ONES)
+    with pytest.raises(errors.UnusedFilterError, match="'extra'"):
+        nnx.substitute(model, STATES[form](target))
+
+
+def test_other_values_that_an_optimizer_keeps():
+    model = Scale()
+    optimizer = nnx.Optimizer(model, optax.trace(0.9), wrt=nnx.Param)
+    view = nnx.substitute(model, optimizer.opt_state.trace)
+    assert not view.w[...].any() and type(view.w) is nnx.Param
 
 
 def test_gradients_flow_to_other_values():

@@ -1,15 +1,17 @@
 """NNX modules and states where flax_sg takes a tree, and filters for NNX."""
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx as flax_nnx
 
 import flax_sg as sg
 import oracle
-from by_hand import Net, X, loss_of, pure
+from by_hand import Layer, Net, X, loss_of, pure, stopped
 from flax_sg import errors, nnx, testing
 
 # ``adam`` counts its steps in another dtype.
@@ -28,7 +30,6 @@ def test_a_filter_for_nnx():
     live = nnx.where(model, sg.live(frozen_body, model, X))
     for where in (OTHERS, ['head/**', 'norm/*'], lambda path: path[:4] != 'body'):
         assert nnx.where(Net(1), where) == live
-    model.table = nnx.data(jnp.ones(3))  # A plain array, which is no Variable.
     _, some, _ = nnx.split(model, live, ...)
     assert ['/'.join(map(str, path)) for path, _ in nnx.to_flat_state(some)] == OTHERS
     both = nnx.All(live, nnx.PathContains('head'))
@@ -125,6 +126,136 @@ def test_tables():
     for tree, start in (Net(), ''), ((Net(), 1.0), '0/'):
         row = repr(sg.paths(tree, where=start + 'body/**')).splitlines()[2]
         assert row.split()[:2] == ['yes', start + 'body/[0-1]/bias']
+
+
+def test_a_table_says_what_it_is_of():
+    """A view is a model: it does not know what is stopped in it."""
+    head = 'What Net trains when it is called. Of a loss: sg.tabulate(model, method='
+    for model in Net(), nnx.stop_gradient(Net(), True):
+        table = sg.tabulate(model)(X)
+        assert table.startswith(head) and 'Frozen: 0' in table
+        assert table.rows()[0]['trainable'] == 58
+    whole = sg.tabulate(Net(), method=lambda m, x: nnx.stop_gradient(m, True)(x))(X)
+    assert whole.startswith('module') and 'Trainable: 0' in whole
+
+
+def test_variables_by_the_class_of_their_module():
+    model = Net()
+    linear = sg.filters.of_type((nnx.Linear, Layer), model)
+    assert nnx.where(model, linear) == nnx.where(model, ['body/**', 'head/*'])
+    norms = sg.filters.of_type(nnx.BatchNorm, model)
+    frozen = lambda m: loss_of(nnx.stop_gradient(m, norms))  # noqa: E731
+    testing.assert_stopped(frozen, 'norm/*', model)
+    model.tied = nnx.data([model.norm.scale])
+    assert nnx.where(model, sg.filters.of_type(nnx.BatchNorm, model)) == nnx.where(
+        model, ['tied/0', 'norm/bias']
+    )
+    several = sg.filters.of_type(nnx.Linear, {'a': (model,), 'b': (nnx.Dict(c=Net()),)})
+    assert repr(several).startswith("<of_type(Linear): 'a/head/bias', 'a/head/kernel'")
+    with pytest.raises(errors.UnusedFilterError, match='of_type'):
+        nnx.where(model, sg.filters.of_type(nnx.Conv, model))
+
+
+def test_programs_of_functions_of_nnx_jit():
+    def by_hand(model, x):
+        return loss_of(stopped(model), x)
+
+    def grad(loss):
+        return nnx.jit(nnx.grad(loss))
+
+    testing.assert_same_program(grad(frozen_body), grad(by_hand), Net(), X)
+    with pytest.raises(errors.ExpectationError):
+        testing.assert_same_program(grad(frozen_body), grad(loss_of), Net(), X)
+    compiled = grad(frozen_body).lower(Net(), X).compile()
+    testing.assert_same_program(compiled, grad(by_hand), Net(), X)
+
+
+# Filters of paths where NNX takes a filter
+
+
+def trained(wrt: Any, argnums: Any) -> Any:
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=wrt(model))
+    grads = nnx.grad(loss_of, argnums=nnx.DiffState(0, argnums(model)))(model)
+    optimizer.update(model, grads)
+    assert isinstance(optimizer, flax_nnx.Optimizer)
+    return pure(grads), pure(model), pure(nnx.state(optimizer))
+
+
+def live_of(model: Any) -> Any:
+    return sg.live(frozen_body, model, X)
+
+
+CHOICES: dict[str, Any] = {
+    'globs': lambda model: ['head/**', 'norm/**'],
+    'a glob': lambda model: '[hn]*/*',
+    'live': live_of,
+    'an expression': lambda model: live_of(model) & ~sg.filters.as_filter('body/**'),
+    'a function': lambda model: lambda path: path[:4] != 'body',
+    'a regular expression': lambda model: re.compile('(head|norm)/.*'),
+    'a mask': lambda model: sg.mask(nnx.state(model, nnx.Param), trained=OTHERS),
+    'where': lambda model: nnx.where(model, ['head/**', 'norm/**']),
+    'of NNX': lambda model: nnx.All(nnx.Param, nnx.Not(nnx.PathContains('body'))),
+    'both': lambda model: ('head/**', nnx.All(nnx.Param, nnx.PathContains('norm'))),
+}
+
+
+@pytest.mark.parametrize('name', CHOICES)
+def test_filters_of_paths_where_nnx_takes_filters(name):
+    names = nnx.Any(nnx.PathContains('head'), nnx.PathContains('norm'))
+    by_hand = [lambda model: nnx.All(nnx.Param, names)] * 2
+    oracle.assert_same(trained(*[CHOICES[name]] * 2), trained(*by_hand))
+
+
+def test_a_filter_answers_as_one_of_nnx():
+    """``sg.live`` returns one that Flax's own functions take."""
+    model = Net()
+    live = live_of(model)
+    for some in nnx.state(model, live), nnx.split(model, live, ...)[1]:
+        paths = ['/'.join(map(str, path)) for path, _ in nnx.to_flat_state(some)]
+        assert paths == OTHERS
+    grads = nnx.grad(loss_of, argnums=flax_nnx.DiffState(0, live))(model)
+    assert list(grads) == ['head', 'norm']
+    rest = nnx.state(model, ~live)
+    assert list(rest) == ['body'] and all(
+        isinstance(x, nnx.Param) for _, x in nnx.to_flat_state(rest)
+    )
+    # Variables of other kinds are none of its business, new ones too.
+    model.seen = nnx.BatchStat(jnp.ones(2))
+    assert len(nnx.to_flat_state(nnx.state(model, live))) == len(OTHERS)
+    part = sg.at('head/kernel', 0)
+    with pytest.raises(errors.PartError, match='head/kernel'):
+        nnx.state(model, sg.filters.as_filter(part))
+
+
+class Tagged(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones(2), tag='scale')
+        self.scale = nnx.Param(jnp.ones(3))
+
+    def __call__(self, x):
+        return self.kernel.sum() + self.scale.sum() + x.sum()
+
+
+def test_a_tag_of_flax_stays_a_tag():
+    model = Tagged()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt='scale')
+    assert list(optimizer.opt_state[0].trace) == ['kernel']
+    model.kernel.set_metadata(tag='other')
+    for wrt in 'scale', 'scal*':
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=wrt)
+        assert list(optimizer.opt_state[0].trace) == ['scale']
+    # Where there is no model yet, a text may be both.
+    grads = nnx.grad(loss_of, argnums=nnx.DiffState(0, 'scale'))
+    assert list(grads(model)) == ['scale']
+    assert list(grads(Tagged())) == ['kernel', 'scale']
+    assert nnx.DiffState(0, 'scale') == nnx.DiffState(0, 'scale')
+    # A typo is found where there is a model.
+    for typo in 'scael', 'kern/*', ['scale', 'kern/*']:
+        with pytest.raises(errors.UnusedFilterError):
+            nnx.Optimizer(model, optax.sgd(0.1), wrt=typo)
+    with pytest.raises(errors.FilterTypeError, match="text 'kern/"):
+        nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Not(nnx.Any('kern/*')))
 
 
 @pytest.mark.parametrize('tree', [Net(), [{'net': Net()}]])

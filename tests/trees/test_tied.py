@@ -161,3 +161,74 @@ def test_reports_of_tied_weights():
         sg.testing.assert_stopped(loss, 'encoder/*', model)
     both = sg.live(lambda a, b: loss(a) + loss(b[0]), model, (model,), argnums=(0, 1))
     assert repr(both) == "<live: '0/encoder/kernel', '1/0/encoder/kernel'>"
+
+
+class Child(nnx.Module):
+    """It knows its parent, directly and in a tuple within a list."""
+
+    def __init__(self, parent):
+        self.layer, self.parent = Layer(1), parent
+        self.around = nnx.data([(parent, 1.0), self])
+
+    def __call__(self, x):
+        return self.layer(x) * self.around[0][0].scale
+
+
+class Parent(nnx.Module):
+    def __init__(self):
+        self.scale, self.child = nnx.Param(jnp.ones((2, 3))), Child(self)
+        self.tied = nnx.data({'again': self.scale})
+
+    def __call__(self, x):
+        return self.child(x)
+
+
+KERNEL = 'child/layer/kernel'
+
+
+def holds_itself(model):
+    child = model.child
+    assert child.parent is model is child.around[0][0] and child.around[1] is child
+    return model.tied['again'] is model.scale
+
+
+def test_reports_of_children_that_know_their_parent():
+    """JAX finds no end in such a module, and fails for good."""
+
+    def frozen(model):
+        return (model(X) * jax.lax.stop_gradient(model.child.layer(X))).sum()
+
+    model = Parent()
+    assert [one.path for one in sg.paths(model)] == [
+        'child/around/0/1',
+        KERNEL,
+        'scale',
+    ]
+    stopping = lambda m: m.child(jax.lax.stop_gradient(X)).sum()  # noqa: E731
+    sg.testing.assert_trains_only(stopping, [KERNEL, 'scale'], model)
+    only = lambda m: jnp.sum(m.scale[...] * m.child(X))  # noqa: E731
+    assert sg.gradient_flow(only, model).status_of('output', 'scale') == 'flows'
+    assert repr(sg.live(lambda m: m.scale.sum(), model)) == "<live: 'scale'>"
+    assert 'Trainable: 15' in sg.tabulate(model)(X)
+    for tree in model, {'net': [model]}:
+        part, rest = sg.partition(tree, '**/kernel')
+        both = sg.combine(part, rest)
+        for one in part, rest, both:
+            assert holds_itself(one if tree is model else one['net'][0])
+    grads = sg.grad(lambda m: m(X).sum(), wrt='scale')(model)
+    assert holds_itself(grads)
+    expected = nnx.grad(lambda m: m(X).sum())(model)
+    oracle.assert_same(grads.scale[...], expected['scale'][...])
+    sg.paths({'a': 1.0})  # Later programs are as before.
+
+
+def test_a_module_that_holds_itself_and_nothing_else():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.itself = jnp.ones(2), self
+
+    model = Model()
+    tree, tie = each_once(model)
+    again = tie(jax.tree.map(lambda leaf: leaf + 1, tree))
+    assert again.itself is again and again.w.tolist() == [2.0, 2.0]
+    assert [one.path for one in sg.paths(model)] == ['w']

@@ -1,0 +1,227 @@
+"""Filters of paths where NNX takes filters: ``where``, ``DiffState``, ``Optimizer``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from flax_sg import errors, filters
+from flax_sg.filters.expressions import of_a_part
+from flax_sg.filters.paths import Path
+from flax_sg.graphs.asking import ask, in_variables, parameters
+from flax_sg.graphs.views import VIEWS
+from flax_sg.graphs.walks import Keys, Walk
+from flax_sg.internals.places import Place, warn_once
+
+M = TypeVar('M')
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPath:
+    """An NNX filter of what a filter of flax_sg selects.
+
+    Attributes:
+        filter: knows all paths of the model.
+        kind: an NNX filter of what may be selected.
+    """
+
+    filter: filters.Derived
+    kind: Any = dataclasses.field(compare=False)
+
+    def __call__(self, path: Keys, value: Any) -> bool:
+        """Whether what is at a path is selected."""
+        try:
+            return bool(self.filter(Path.of('params', tuple(map(str, path)))))
+        except errors.UnknownNameError:
+            # A cache, or what a layer has sown, is no mistake.
+            if nnx.filterlib.to_predicate(self.kind)(path, value):
+                raise
+        return False
+
+
+def where(
+    model: Any, where: filters.Where, *, kind: Any = parameters, unused: str = 'raise'
+) -> ByPath:
+    """Turns a filter of flax_sg into an NNX filter, and checks its names at once.
+
+    >>> import optax, flax_sg as sg
+    >>> from flax_sg import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> kernels = nnx.where(model, '**/kernel')
+    >>> [path for path, _ in nnx.to_flat_state(nnx.state(model, kernels))]
+    [('layers', 0, 'kernel')]
+    >>> optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=kernels)
+    >>> nnx.where(model, '**/kernle')
+    Traceback (most recent call last):
+        ...
+    flax_sg.errors.UnusedFilterError: nnx.where: Glob('**/kernle') matches none of ...
+
+    Args:
+        model: an NNX module.
+        where: what is selected: any kind of filter, such as ``sg.live`` returns. Paths
+            begin in the model. Tied weights are selected by any of their paths.
+        kind: what may be selected, as an NNX filter: a type, a tag, or several. By
+            default ``nnx.Param``, as for ``nnx.grad``; in a model without Variables its
+            real and complex arrays. ``jax.Array`` is the type of arrays in no Variable.
+        unused: ``'ignore'`` to let a filter pass that matches nothing.
+
+    Returns:
+        A filter for ``nnx.DiffState``, ``nnx.Optimizer(wrt=)``, ``nnx.state``,
+        ``nnx.split`` and all else that takes one, of models and of pure states. Two are
+        equal if they select the same of the same paths. Variables of other kinds may be
+        added to the model later, such as caches. They are not selected.
+
+    Raises:
+        ArgumentTypeError: if ``model`` is no NNX module.
+        UnusedFilterError: if ``kind`` or a part of ``where`` matches nothing.
+        PartError: if ``where`` means a part of a Variable, or some leaves of its value.
+        UnknownNameError: later, if it is asked for a new Variable of the ``kind``.
+    """
+    walk = Walk(model)
+    if kind is parameters and any(
+        isinstance(x.value, nnx.Variable) for x in walk.leaves
+    ):
+        # What is in no Variable may be a table, which no optimizer should move.
+        kind = in_variables
+    found = [
+        one for one in ask('nnx.where', walk, where, kind, unused) if any(one.said)
+    ]
+    for one in found:
+        if not all(takes is True for takes in one.said):
+            raise of_a_part(one.path, 'an NNX filter')
+    selected = frozenset(('params', one.leaf.names) for one in found)
+    known = frozenset(('params', leaf.names) for leaf in walk.leaves)
+    return ByPath(filters.Derived(selected, known, 'nnx.where'), kind)
+
+
+def for_nnx(where: Any, model: Any = None) -> Any:
+    """An NNX filter of whatever people give as one: filters of flax_sg, or of NNX.
+
+    Args:
+        where: a filter of paths, a filter of NNX, or a list with some of both.
+        model: the model, whose names are checked; None if it is not known yet.
+
+    Raises:
+        UnusedFilterError: if a path is not in the model.
+        FilterTypeError: if a filter of NNX holds a glob, which Flax takes for a tag.
+    """
+    if isinstance(where, (list, tuple)):
+        return tuple(for_nnx(each, model) for each in where)
+    if isinstance(where, str) and not re.search('[*/]', where):
+        # It may be the tag of a kind, such as those of ``nnx.with_metadata``.
+        tagged = nnx.filterlib.to_predicate(where)
+        if model is None:
+            return tagged, filters.as_filter(where)
+        if any(tagged(leaf.keys, leaf.value) for leaf in Walk(model).leaves):
+            return where
+    elif isinstance(where, ByPath) or not _is_of_paths(where):
+        _check_tags(where)
+        return where
+    return filters.as_filter(where) if model is None else _where(model, where)
+
+
+_where = where
+
+
+def _is_of_paths(where: Any) -> bool:
+    if isinstance(where, (str, filters.Filter, re.Pattern, Mapping)):
+        return True
+    if isinstance(where, type) or not callable(where):
+        return False
+    # A function of the path alone; one of NNX gets the value, too.
+    given = inspect.signature(where).parameters.values()
+    return sum(one.default is one.empty for one in given) == 1
+
+
+def _check_tags(where: Any) -> None:
+    """Raises if a filter of NNX asks for a tag that is a glob."""
+    if isinstance(where, nnx.filterlib.WithTag) and re.search('[*/]', where.tag):
+        raise errors.FilterTypeError(
+            f'Flax takes the text {where.tag!r} for the tag of a kind, in a filter of '
+            'NNX.\n'
+            'So it would select nothing.\n'
+            f'Write nnx.All(nnx.Param, nnx.where(model, {where.tag!r})).'
+        )
+    inner = getattr(where, 'predicates', (getattr(where, 'predicate', None),))
+    for one in filter(None, inner):
+        _check_tags(one)
+
+
+class DiffState(nnx.DiffState):
+    """Flax's ``nnx.DiffState``, whose filter may be one of flax_sg.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> loss = lambda model: jnp.sum(model(jnp.ones((4, 2))))
+    >>> kernels = nnx.DiffState(0, '**/kernel')
+    >>> jax.tree.map(jnp.shape, nnx.grad(loss, argnums=kernels)(model))
+    State({
+      'layers': {
+        0: {
+          'kernel': Param(
+            value=(2, 3)
+          )
+        }
+      }
+    })
+
+    There is no model yet in which names could be checked: ``nnx.where(model, where)``
+    checks them. A text with neither ``/`` nor ``*`` may be a path, or the tag of a
+    kind, as for Flax.
+
+    Args:
+        argnum: which argument is differentiated.
+        filter: a glob, a filter such as ``sg.live`` returns, or any filter of NNX.
+
+    Raises:
+        FilterTypeError: if a filter of NNX holds a glob.
+    """
+
+    def __init__(self, argnum: int, filter: Any) -> None:
+        super().__init__(argnum, for_nnx(filter))
+
+
+class Optimizer(nnx.Optimizer[M]):
+    """Flax's ``nnx.Optimizer``, whose ``wrt=`` may be a filter of flax_sg.
+
+    >>> import optax, flax_sg as sg
+    >>> from flax_sg import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt='**/kernel')
+    >>> nnx.to_flat_state(nnx.state(model, optimizer.wrt)).paths
+    (('layers', 0, 'kernel'),)
+
+    Args:
+        model: an NNX module.
+        tx: a transformation of optax.
+        wrt: what is optimized: a glob, a filter such as ``sg.live`` returns, or any
+            filter of NNX. Paths are checked, as ``nnx.where`` does it. A text with
+            neither ``/`` nor ``*`` is a tag, if it is the tag of a kind in the model.
+        **how: ``graph=``, as for Flax.
+
+    Raises:
+        UnusedFilterError: if a path is not in the model.
+        FilterTypeError: if a filter of NNX holds a glob.
+
+    Note:
+        It warns if the model is a view, or keeps one in an attribute.
+    """
+
+    def __init__(self, model: M, tx: Any, *, wrt: Any, **how: Any) -> None:
+        super().__init__(model, tx, wrt=for_nnx(wrt, model), **how)
+        for module in Walk(model).modules.values():
+            if rule := VIEWS.get(module):
+                warn_once(
+                    f'nnx.Optimizer is given a view: nnx.{rule} made this '
+                    f'{type(module).__name__}.\n'
+                    'Its parameters are its own, and they are trained.\n'
+                    'Optimize the model, and make the view where you call it.',
+                    Place.here(),
+                    UserWarning,
+                )

@@ -1,0 +1,244 @@
+"""What modules hold outside of the graph, and modules that share modules."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_sg as sg
+import oracle
+from by_hand import Layer, X, total, zeros
+from flax_sg import errors, nnx
+from flax_sg.filters.patterns import Glob
+
+ALL = [f'{name}/{leaf}' for name in ('body', 'head') for leaf in ('bias', 'kernel')]
+
+
+class Base(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.body, self.head = Layer(rngs), Layer(rngs)
+
+    def finish(self) -> None:
+        """Sets what is static. Flax does not copy that, so a loss sets it, too."""
+
+    def through(self, layer: Any, x: Any) -> Any:
+        return layer(x)
+
+
+class CachedList(Base):
+    @functools.cached_property
+    def layers(self):
+        return [self.body, {'head': (self.head,)}]
+
+    def features(self, x):
+        return self.layers[1]['head'][0](self.layers[0](x))
+
+
+class CachedModule(Base):
+    @functools.cached_property
+    def whole(self):
+        return nnx.Sequential(self.body, self.head)
+
+    def features(self, x):
+        return self.whole(x)
+
+
+class CachedVariable(Base):
+    @functools.cached_property
+    def kernels(self):
+        return [self.body.kernel], self.head.kernel
+
+    def features(self, x):
+        [first], second = self.kernels
+        bias = jnp.broadcast_to(self.body.bias, x.shape)
+        return jnp.tanh(x @ first + bias) @ second
+
+
+class Partial(Base):
+    def finish(self):
+        self.run = functools.partial(self.through, self.body)
+        self.last = functools.partial(Layer.__call__, self.head)
+
+    def features(self, x):
+        return self.last(self.run(x=x))
+
+
+class BoundMethod(Base):
+    def finish(self):
+        self.run = {'head': self.head.__call__}
+
+    def features(self, x):
+        return self.run['head'](self.body(x))
+
+
+class WithoutPytree(Base, pytree=False):
+    def finish(self):
+        self.run, self.again = self.head.__call__, {1: self.through}
+
+    def features(self, x):
+        return self.run(self.again[1](self.body, x))
+
+
+HELD = [CachedList, CachedModule, CachedVariable, Partial, BoundMethod, WithoutPytree]
+
+
+@pytest.mark.parametrize('make', HELD)
+@pytest.mark.parametrize('where', ['body/*', 'head/kernel', True, False])
+def test_a_view_calls_its_own_layers(make, where):
+    """What is remembered before the view is made is the model's own elsewhere."""
+    takes = sg.filters.as_filter(where)
+    unread = ['head/bias'] * (make is CachedVariable)
+    stopped = sorted({path for path in ALL if takes(sg.Path(path))}.union(unread))
+
+    def loss(model):
+        model.finish()
+        total(model)
+        return total(nnx.stop_gradient(model, where))
+
+    assert zeros(loss, make()) == stopped
+    model = make()
+    model.finish()
+    outside = total(model)
+    view = nnx.stop_gradient(model, where)
+    oracle.assert_same(total(view), outside)
+    oracle.assert_same(total(nnx.scale_gradient(view, True, 1.0)), outside)
+
+
+def test_the_model_keeps_what_it_holds():
+    model = CachedList()
+    total(model)
+    view = nnx.stop_gradient(model, True)
+    assert view.layers[0] is view.body is not model.body
+    assert model.layers[0] is model.body
+    assert nnx.stop_gradient(view, False).layers[1]['head'][0] is not view.head
+
+
+@dataclasses.dataclass
+class Plain:
+    """An object that is no module."""
+
+    layer: Any
+
+    def __call__(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+def jitted(layer: Any) -> Any:
+    return jax.jit(lambda x: layer(x))
+
+
+def in_default(layer: Any) -> Any:
+    return lambda x, layer=layer: layer(x)
+
+
+@pytest.mark.parametrize('make', [jitted, Plain, in_default])
+def test_what_cannot_be_made_anew_raises(make):
+    class Model(Base):
+        def finish(self):
+            self.run = make(self.head)
+
+        def features(self, x):
+            return self.run(self.body(x))
+
+    model = Model()
+    model.finish()
+    with pytest.raises(errors.ArgumentTypeError, match=r'Model\.run holds modules of'):
+        nnx.stop_gradient(model, 'head/*')
+    # What it reads is as before.
+    view = nnx.stop_gradient(model, 'body/*')
+    oracle.assert_same(total(view), total(model))
+
+
+def test_objects_around_that_hold_no_layers():
+    class Model(Base):
+        def finish(self):
+            self.act, self.name = jax.nn.initializers.he_normal(), Plain('net')
+            self.table, self.kind = {'a': self.name}, Layer
+            self.loop = [1]
+            self.loop.append(self.loop)
+
+    model = Model()
+    model.finish()
+    view = nnx.stop_gradient(model, True)
+    assert view.table['a'] is view.name and view.loop[1] is view.loop
+
+
+# Modules that share modules, level by level
+
+
+class Level(nnx.Module):
+    def __init__(self, below: Any):
+        self.one = self.two = below
+
+    def features(self, x):
+        return self.two.features(self.one.features(x))
+
+
+class Bottom(Layer):
+    features = Layer.__call__
+
+
+def levels(depth: int) -> Any:
+    model = Bottom(nnx.Rngs(0))
+    for _ in range(depth):
+        model = Level(model)
+    return model
+
+
+WHERE = [
+    'two/**',
+    '**/two/kernel',
+    'one/two/*/*',
+    '*/two/one/?ernel',
+    lambda path: path == 'two/one/two/kernel',
+    '**/kernel',
+    True,
+]
+
+
+@pytest.mark.parametrize('where', WHERE)
+def test_levels_by_any_of_their_paths(where):
+    model = levels(3)
+    whole = where in ('two/**', 'one/two/*/*', True)
+    stopped = ['bias', 'kernel'] if whole else ['kernel']
+    loss = lambda m: m.features(X).sum()  # noqa: E731
+    found = zeros(lambda m: loss(nnx.stop_gradient(m, where)), model)
+    assert found == [f'one/one/one/{name}' for name in stopped]
+    only = zeros(lambda m: loss(nnx.train_only(m, where)), model)
+    assert only == ([] if whole else ['one/one/one/bias'])
+
+
+def test_a_walk_takes_each_module_once(monkeypatch):
+    """There are two to the power of 40 paths."""
+    model, apart = levels(40), []
+    flatten = jax.tree_util.tree_flatten_with_path
+
+    def counted(node, *args, **kwargs):
+        apart.append(node)
+        return flatten(node, *args, **kwargs)
+
+    monkeypatch.setattr(jax.tree_util, 'tree_flatten_with_path', counted)
+    state_after, asked = Glob.state_after, []
+
+    def bounded(self, beginning):
+        asked.append(beginning)
+        assert len(asked) < 10_000
+        return state_after(self, beginning)
+
+    monkeypatch.setattr(Glob, 'state_after', bounded)
+    for where in True, '**/kernel', 'two/**', '**/two/kernel', ['two/**', '**/bias']:
+        apart.clear()
+        view = nnx.stop_gradient(model, where)
+        assert view.one is view.two and len(apart) == 41
+        assert nnx.train_only(model, where).one is not model.one
+    with pytest.raises(errors.UnusedFilterError, match="Nearest: 'one/one/"):
+        nnx.stop_gradient(model, '**/kernle')
+    other = levels(40)
+    view = nnx.substitute(model, other)
+    for _ in range(40):
+        view, other = view.two, other.one
+    oracle.assert_same(view.kernel[...], other.kernel[...])
