@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.optim.masks import parameters_of, trained_leaves
+from flax_sg.optim.selections import Marked, Selection, around, inside, selections
 from flax_sg.trees.beside import beside, other_shape
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -24,7 +26,7 @@ from flax_sg.trees.leaves import (
     is_number,
     is_whole,
 )
-from flax_sg.trees.rows import Choice, choice_of
+from flax_sg.trees.rows import Choice, among, choice_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -42,29 +44,49 @@ class Freeze:
     where: filters.Filter | Declared
     unused: str
 
-    def parameters(self, params: Any, unused: str = 'ignore') -> tuple[Leaves, Any]:
+    def _parameters(
+        self, params: Any, unused: str = 'ignore'
+    ) -> tuple[Leaves, list[Any], Selection]:
         """The parameters, and for each whether it is trained, or which rows or part.
 
         Args:
             params: the parameters, or gradients in their place.
             unused: what to do with a filter that matches nothing.
+
+        Returns:
+            Also what is trained of whole arrays, if freezes around this one have cut
+            them.
         """
         leaves = parameters_of(params)
+        whole, cut = around().whole(leaves)
         with raised_by('sg.freeze'):
             # optax asks for the state of parameters without leaves.
             unused = unused if leaves.values else 'ignore'
-            said = trained_leaves(leaves, self.where, unused)
-        return leaves, [
+            said = trained_leaves(whole, self.where, unused)
+        found = [
             choice_of(takes, leaf, path) or takes
-            for takes, (path, leaf) in zip(said, leaves, strict=True)
+            for takes, (path, leaf) in zip(said, whole, strict=True)
         ]
+        both = [
+            among(rows, takes, leaf.shape) if rows else (takes, takes)
+            for rows, takes, leaf in zip(cut, found, whole.values, strict=True)
+        ]
+        return (
+            leaves,
+            [takes for takes, _ in both],
+            Selection.of(whole, [takes for _, takes in both]),
+        )
 
     def init(self, params: Any) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
-        leaves, trained = self.parameters(params, self.unused)
-        if leaves.values and not any(trained):
+        marks = around().marks
+        unused = 'ignore' if marks else self.unused
+        leaves, trained, selection = self._parameters(params, unused)
+        if leaves.values and not any(trained) and not marks:
             self._warn_of_nothing()
-        return self.tx.init(pruned(leaves, trained))
+        with inside(selection):
+            state = self.tx.init(pruned(leaves, trained))
+        return Marked(state, selection) if marks else state
 
     def _warn_of_nothing(self) -> None:
         """Warns that nothing is trained, unless the filter says so plainly."""
@@ -87,15 +109,27 @@ class Freeze:
         for name in ('value_fn', 'grad_fn', 'obj_fn'):
             if name in extra:
                 raise _of_all_parameters(name)
-        leaves, trained = self.parameters(updates if params is None else params)
-        grads = leaves.values
+        found = self._parameters(updates if params is None else params)
+        with inside(found[-1]):
+            return self._update(*found[:2], updates, state, params, extra)
+
+    def _update(
+        self,
+        leaves: Leaves,
+        trained: list[Any],
+        updates: Any,
+        state: Any,
+        params: Any,
+        extra: dict[str, Any],
+    ) -> tuple[Any, Any]:
+        shown, grads = pruned(leaves, trained), leaves.values
         if params is not None:
-            grads = beside(leaves, updates, trained)
+            spared = functools.cache(functools.partial(_frozen_in, self.tx, shown))
+            grads = beside(leaves, updates, trained, spared)
         for name, value in extra.items():  # Other trees like the parameters.
             found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
             if treedef == leaves.treedef:
                 extra[name] = pruned(leaves, trained, found)
-        shown = pruned(leaves, trained)
         rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
         seen = leaves.treedef.unflatten(map(_seen, rows, grads))
         given = None if params is None else shown
@@ -156,6 +190,8 @@ def freeze(
     >>> updates, _ = tx.update(pruned, tx.init(params), params)
     >>> optax.apply_updates(params, updates)['head'].tolist()
     [-1.0]
+
+    A freeze around a freeze freezes what either of them names.
 
     If rows of an array are frozen (``sg.at`` with an index of the first axes: layers of
     a stack), the optimizer sees the other rows, as an array of their own. If another
@@ -235,6 +271,8 @@ def _seen(row: _Row, gradient: Any) -> Any:
     Gradients for each example have axes in front.
     """
     takes, path, leaf = row
+    if takes and gradient is ABSENT:  # A freeze in the optimizer drops it.
+        gradient = jnp.zeros_like(leaf)
     if not isinstance(takes, (filters.Part, Choice)):
         return gradient if takes else ABSENT
     own, shape = np.shape(leaf), np.shape(gradient)
@@ -270,6 +308,16 @@ def _nothing(leaf: Any) -> Any:
         return np.broadcast_to(-zero if inexact else zero, np.shape(leaf))
 
     return jax.tree.map(constant, leaf)
+
+
+def _frozen_in(tx: Any, params: Any) -> set[Any]:
+    """The places of the parameters that a freeze in a transformation leaves alone."""
+    return {
+        path.place
+        for found in selections(tx, params).values()
+        for path, takes in zip(found.paths, found.trained, strict=True)
+        if not takes
+    }
 
 
 def _are_alike(state: Any, other: Any) -> bool:

@@ -93,6 +93,37 @@ def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
     return Choice(mask.tobytes(), sizes)
 
 
+def among(rows: Choice, takes: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    r"""What is meant of some rows, by what is meant of the whole array.
+
+    >>> last = Choice(bytes([0, 1, 1]), (3,))
+    >>> among(Choice(bytes([1, 1, 0]), (3,)), last, (3, 2))
+    (Choice(mask=b'\x00\x01', sizes=(2,)), Choice(mask=b'\x00\x01\x00', sizes=(3,)))
+
+    Args:
+        rows: the rows.
+        takes: what is meant of the array: a bool, other rows, a part.
+        shape: the shape of the array.
+
+    Returns:
+        What is meant of the array of these rows alone, and of the whole array.
+    """
+    if isinstance(takes, bool):
+        return takes, takes and rows
+    if isinstance(takes, filters.Part):
+        mask = np.broadcast_to(takes.mask(shape, ''), shape)
+        said = filters.as_filter(rows.cut(mask, len(shape)))(filters.Path(''))
+        return said, bool(said) and rows
+    sizes = max(rows.sizes, takes.sizes, key=len)
+    ours, theirs = (
+        np.broadcast_to(mask_of(x, sizes, ''), sizes) for x in (rows, takes)
+    )
+    left, both = rows.cut(theirs, len(sizes)), ours & theirs
+    if left.all() or not left.any():
+        return bool(left.any()), bool(left.any()) and rows
+    return Choice(left.tobytes(), left.shape), Choice(both.tobytes(), sizes)
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Rest:
