@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flax_sg as sg
-from flax_sg import linen as nn  # noqa: F401 - in the snippets of messages.
+from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.filters import as_filter, of_type
 
@@ -63,6 +63,22 @@ class Model(fnn.Module):
     @fnn.compact
     def __call__(self) -> Any:
         return sum(map(jnp.sum, jax.tree.leaves(self.variables['params'])))
+
+
+actor, tree = fnn.Sequential([fnn.Dense(2)]), {'layers_0': True}
+
+
+def of_two_models(block: Any) -> None:
+    x, key = jnp.ones((2, 2)), jax.random.key(0)
+
+    class Critic(fnn.Module):
+        @fnn.compact
+        def __call__(self, x: Any) -> Any:
+            return fnn.Dense(1, name='q')(x)
+
+    pi, q = actor.init(key, x), Critic().init(key, x)
+    with block:
+        Critic().apply(q, actor.apply(pi, x))
 
 
 def loss(params: Any) -> Any:
@@ -150,6 +166,15 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a tree without an answer': (
         lambda: split({'head': True}),
         "ArgumentValueError: 'body/w' | 'params'",
+    ),
+    'a tree with collections': (
+        lambda: split({'params': {'head': True, 'body': False}}),
+        "ArgumentValueError: 'body/w' | tree['params']",
+    ),
+    'a tree of another model': (
+        lambda: of_two_models(nn.stop_gradient(tree)),
+        "ArgumentValueError: 'q/kernel' | 'params' | 'q'",
+        'nn.Frozen(actor, tree)',
     ),
     'a tree of numbers': (
         lambda: split({'head': 1, 'body': False}),
