@@ -23,6 +23,8 @@ from flax_sg.filters.expressions import And as And
 from flax_sg.filters.expressions import Constant as Constant
 from flax_sg.filters.expressions import Filter, Or
 from flax_sg.filters.expressions import Not as Not
+from flax_sg.filters.expressions import Trained as Trained
+from flax_sg.filters.expressions import named as named
 from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index
 from flax_sg.filters.indices import Part as Part

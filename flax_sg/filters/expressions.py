@@ -107,6 +107,11 @@ class Filter(ToldByHash, abc.ABC):
         return type(self), frozenset(p.shape for p in self.parts) or self.identity
 
     @property
+    def side(self) -> str | None:
+        """What it names: ``'trained'`` or ``'frozen'``; None if that is not known."""
+        return None
+
+    @property
     def may_be_empty(self) -> bool:
         """Whether it is no mistake if it matches nothing: what was derived may."""
         return any(part.may_be_empty for part in self.parts)
@@ -243,6 +248,11 @@ class Not(Filter):
         """The other filter."""
         return (self.filter,)
 
+    @property
+    def side(self) -> str | None:
+        """The other one."""
+        return _OTHER_SIDE[self.filter.side]
+
     def evaluate(self, answers: Answers) -> Any:
         """The opposite of what the other filter says."""
         return negated(self.filter.evaluate(answers))
@@ -252,6 +262,30 @@ class Not(Filter):
 
     def __repr__(self) -> str:
         return f'~{_enclosed(self.filter)}'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trained(Filter):
+    """Another filter, which is known to name what is trained."""
+
+    filter: Filter
+
+    @property
+    def side(self) -> str:
+        """What is trained."""
+        return 'trained'
+
+    @property
+    def parts(self) -> tuple[Filter, ...]:
+        """The other filter."""
+        return (self.filter,)
+
+    def evaluate(self, answers: Answers) -> Any:
+        """What the other filter says."""
+        return self.filter.evaluate(answers)
+
+    def __repr__(self) -> str:
+        return repr(self.filter)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -279,6 +313,12 @@ class _Several(Filter):
     def parts(self) -> tuple[Filter, ...]:
         """The filters that it combines."""
         return self.filters
+
+    @property
+    def side(self) -> str | None:
+        """The side of all parts; None if they differ."""
+        sides = {part.side for part in self.filters}
+        return sides.pop() if len(sides) == 1 else None
 
     def _said(self, answers: Answers) -> list[Any]:
         return [part.evaluate(answers) for part in self.filters]
@@ -329,8 +369,31 @@ class Or(_Several):
 
 
 def _enclosed(part: Filter) -> str:
+    part = part.filter if isinstance(part, Trained) else part
     several = isinstance(part, _Several) and len(part.filters) > 1
     return f'({part!r})' if several else repr(part)
+
+
+_OTHER_SIDE = {'trained': 'frozen', 'frozen': 'trained', None: None}
+
+
+def named(where: Filter, side: str, call: str) -> Filter:
+    """The filter; raises if it is known to name the other side.
+
+    Args:
+        where: the filter.
+        side: what the call names: ``'trained'`` or ``'frozen'``.
+        call: the call, with ``{}`` for the filter.
+    """
+    if where.side in (None, side):
+        return where
+    given, right = ('live', '~live') if side == 'frozen' else ('~live', 'live')
+    raise errors.FilterTypeError(
+        f'{call.format("where")} names what is {side}, and {where!r} names what is '
+        f'{where.side}.\n'
+        f'Write {call.format(right)}, where live is the filter of what is trained.\n'
+        f'If the opposite is meant, {given} & True has no side.'
+    )
 
 
 def negated(said: Any) -> Any:

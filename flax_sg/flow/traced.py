@@ -63,6 +63,8 @@ def traced(
     for number in [argnums] if isinstance(argnums, int) else argnums:
         if not -len(args) <= number < len(args):
             raise TypeError(f'{argnums=}: {len(args)} positional arguments were given.')
+    if not isinstance(wrt, Declared):
+        wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
     own = arguments_of(args, argnums)
     takes = dict(zip(own, chosen([*own.values()], wrt), strict=True))
     trees = {n: own.get(n) or leaves_of(arg) for n, arg in enumerate((*args, kwargs))}

@@ -25,6 +25,7 @@ from flax_sg.trees.leaves import (
     check_unused,
     is_number,
     is_whole,
+    shape_of,
 )
 from flax_sg.trees.rows import Choice, among, choice_of
 from flax_sg.trees.trainable import DECLARED, Declared
@@ -67,15 +68,9 @@ class Freeze:
             choice_of(takes, leaf, path) or takes
             for takes, (path, leaf) in zip(said, whole, strict=True)
         ]
-        both = [
-            among(rows, takes, leaf.shape) if rows else (takes, takes)
-            for rows, takes, leaf in zip(cut, found, whole.values, strict=True)
-        ]
-        return (
-            leaves,
-            [takes for takes, _ in both],
-            Selection.of(whole, [takes for _, takes in both]),
-        )
+        both = [*map(among, cut, found, map(shape_of, whole.values))]
+        selection = Selection.of(whole, [of_whole for _, of_whole in both])
+        return leaves, [takes for takes, _ in both], selection
 
     def init(self, params: Any) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
@@ -109,38 +104,28 @@ class Freeze:
         for name in ('value_fn', 'grad_fn', 'obj_fn'):
             if name in extra:
                 raise _of_all_parameters(name)
-        found = self._parameters(updates if params is None else params)
-        with inside(found[-1]):
-            return self._update(*found[:2], updates, state, params, extra)
-
-    def _update(
-        self,
-        leaves: Leaves,
-        trained: list[Any],
-        updates: Any,
-        state: Any,
-        params: Any,
-        extra: dict[str, Any],
-    ) -> tuple[Any, Any]:
-        shown, grads = pruned(leaves, trained), leaves.values
-        if params is not None:
-            spared = functools.cache(functools.partial(_frozen_in, self.tx, shown))
-            grads = beside(leaves, updates, trained, spared)
-        for name, value in extra.items():  # Other trees like the parameters.
-            found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-            if treedef == leaves.treedef:
-                extra[name] = pruned(leaves, trained, found)
-        rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
-        seen = leaves.treedef.unflatten(map(_seen, rows, grads))
-        given = None if params is None else shown
-        try:
-            new, after = self.tx.update(seen, state, given, **extra)
-            out = map(_update, rows, leaves.treedef.flatten_up_to(new))
-            updates = leaves.restore(out)
-        except (ValueError, TypeError, KeyError) as error:
-            if _are_alike(state, jax.eval_shape(self.tx.init, shown)):
-                raise
-            raise _foreign(leaves, trained) from error
+        given = updates if params is None else params
+        leaves, trained, selection = self._parameters(given)
+        with inside(selection):
+            shown, grads = pruned(leaves, trained), leaves.values
+            if params is not None:
+                spared = functools.cache(lambda: _frozen_in(self.tx, shown))
+                grads = beside(leaves, updates, trained, spared)
+            for name, value in extra.items():  # Other trees like the parameters.
+                found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
+                if treedef == leaves.treedef:
+                    extra[name] = pruned(leaves, trained, found)
+            rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
+            seen = leaves.treedef.unflatten(map(_seen, rows, grads))
+            own = None if params is None else shown
+            try:
+                new, after = self.tx.update(seen, state, own, **extra)
+                out = map(_update, rows, leaves.treedef.flatten_up_to(new))
+                updates = leaves.restore(out)
+            except (ValueError, TypeError, KeyError) as error:
+                if _are_alike(state, jax.eval_shape(self.tx.init, shown)):
+                    raise
+                raise _foreign(leaves, trained) from error
         cuts = any(isinstance(takes, Choice) for takes in trained)
         if cuts and not _are_alike(state, after):  # One row became several.
             raise _foreign(leaves, trained)
@@ -201,7 +186,9 @@ def freeze(
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``, whose accumulators shrink
             too.
-        where: what is **frozen**: any kind of filter. By default what the classes in
+        where: what is **frozen**: any kind of filter. In a tree of bools, True is
+            frozen: for a mask of what is trained, as optax's are, write
+            ``sg.freeze(tx, ~filters.as_filter(mask))``. By default what the classes in
             the tree declare as not trained, see ``sg.trainable``. Integers, keys and
             ``NonDifferentiable`` are frozen in any case.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
@@ -220,7 +207,8 @@ def freeze(
 
     Raises:
         ArgumentTypeError: if ``tx`` is no optax transformation.
-        FilterTypeError: if ``where`` is no filter.
+        FilterTypeError: if ``where`` is no filter, or one of what is trained, as
+            ``sg.live`` makes it.
         UnusedFilterError: at ``init``, if a part of ``where`` matches no parameter. If
             ``where`` names all of them, it warns.
         StructureError: at ``update``, if a gradient lacks something that is trained.
@@ -235,8 +223,10 @@ def freeze(
         write = "sg.freeze(optax.adam(1e-3), 'backbone/**')"
         raise wrong_argument(tx, 'optax transformation', write)
     check_unused(unused)
-    chosen = where if isinstance(where, Declared) else filters.as_filter(where)
-    frozen = Freeze(optax.with_extra_args_support(tx), chosen, unused)
+    if not isinstance(where, Declared):
+        call = 'sg.freeze(tx, {})'
+        where = filters.named(filters.as_filter(where), 'frozen', call)
+    frozen = Freeze(optax.with_extra_args_support(tx), where, unused)
     return optax.GradientTransformationExtraArgs(frozen.init, frozen.update)
 
 

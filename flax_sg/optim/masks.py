@@ -74,6 +74,7 @@ def mask(
     Raises:
         ArgumentValueError: unless either ``trained`` or ``frozen`` is given.
         UnusedFilterError: if a part of the filter matches no leaf.
+        FilterTypeError: if the filter is known to name the other side.
         ArgumentTypeError: if what ``trained`` matches has no gradient.
         PartError: if a part that the filter means does not fit its array, or is traced.
         ArgumentValueError: if there is a collection that no optimizer may see.
@@ -88,7 +89,10 @@ def mask(
             "frozen='backbone/**')."
         )
     leaves = parameters_of(tree, 'sg.mask(tree, trained=where)')
-    side = 'trained' if is_absent(frozen) else 'frozen'
+    side, given = ('trained', trained) if is_absent(frozen) else ('frozen', frozen)
+    if not isinstance(given, Declared | Absent):
+        call = f'sg.mask(params, {side}={{}})'
+        filters.named(filters.as_filter(given), side, call)
     with raised_by(f'sg.mask({side}=...)'):
         if is_absent(frozen):
             [said] = chosen([leaves], trained, unused)

@@ -63,19 +63,13 @@ class Around(NamedTuple):
     def whole(self, leaves: Leaves) -> tuple[Leaves, list[Choice | None]]:
         """The leaves with whole arrays for cut ones, and the rows that these have."""
         known = {place: (rows, shape) for place, rows, shape in self.rows}
-        cut: list[Choice | None] = []
-        values: list[Any] = []
-        for path, leaf in leaves if known else ():
+        cut: list[Choice | None] = [None] * len(leaves.values)
+        values = [*leaves.values]
+        for n, (path, leaf) in enumerate(leaves if known else ()):
             rows, shape = known.get(path.variable.place, (None, ()))
-            if rows is None or shape_of(leaf) != shape_of_part(rows, shape):
-                rows = None
-            else:
-                leaf = jax.ShapeDtypeStruct(shape, leaf.dtype)
-            cut.append(rows)
-            values.append(leaf)
-        if not any(cut):
-            return leaves, [None] * len(leaves.values)
-        return leaves_of(leaves.restore(values)), cut
+            if rows and shape_of(leaf) == shape_of_part(rows, shape):
+                cut[n], values[n] = rows, jax.ShapeDtypeStruct(shape, leaf.dtype)
+        return leaves_of(leaves.restore(values)) if any(cut) else leaves, cut
 
 
 def around() -> Around:

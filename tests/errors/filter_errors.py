@@ -10,6 +10,7 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -159,6 +160,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: jax.jit(found)(True),
         "FilterTypeError: filter_errors.py:LINE | 'encoder' | jax.jit",
     ),
+    'what is trained, to be frozen': (
+        lambda: sg.freeze(tx, live),
+        "FilterTypeError: 'head/w'",
+        'sg.freeze(tx, ~live)',
+    ),
+    'the complement of what is declared': (
+        lambda: ~sg.DECLARED,
+        'FilterTypeError: sg.freeze(tx, sg.DECLARED)',
+        'sg.freeze(tx, sg.DECLARED)',
+    ),
     'the truth of a filter': (
         lambda: a and b,
         "FilterTypeError: 'head/*'",
@@ -208,3 +219,4 @@ CASES: dict[str, tuple[Any, ...]] = {
 x, module, value, where = jnp.ones((2, 2)), fnn.Dense(2), jnp.ones(2), '**'
 
 OF = fnn.Dense(2), jnp.ones((2, 2))
+tx, live = optax.sgd(0.1), sg.live(lambda params: params['head']['w'], PARAMS)
