@@ -29,7 +29,7 @@ from flax_sg.trees.trainable import Declared, chosen
 
 def mask(
     tree: Any,
-    *,
+    *where: Any,
     trained: filters.Where | Declared | Absent = ABSENT,
     frozen: filters.Where | Declared | Absent = ABSENT,
     unused: str = 'raise',
@@ -56,6 +56,7 @@ def mask(
 
     Args:
         tree: parameters, or their shapes (``jax.eval_shape``).
+        *where: none: a filter without a name does not say its side, and raises.
         trained: the parameters that are True: any kind of filter. What has no gradient
             (integers, keys, ``NonDifferentiable``) is False.
         frozen: in its place, these are True, and what has no gradient. The mask is the
@@ -79,9 +80,10 @@ def mask(
         PartError: if a part that the filter means does not fit its array, or is traced.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
-    if is_absent(trained) == is_absent(frozen):
+    if where or is_absent(trained) == is_absent(frozen):
+        got = 'neither' if is_absent(trained) and is_absent(frozen) else 'both'
         raise errors.ArgumentValueError(
-            f'mask() got {"neither" if is_absent(trained) else "both"} of trained= and '
+            f'mask() got {"a filter without" if where else got + " of"} trained= and '
             'frozen=.\n'
             'A mask is True at what you name, and the other way round it freezes what '
             'should be trained.\n'

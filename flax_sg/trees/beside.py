@@ -22,7 +22,7 @@ def beside(
     leaves: Leaves,
     tree: Any,
     needed: Sequence[Any],
-    spared: Callable[[], Collection[Any]],
+    spared: Callable[[], Collection[Any]] = tuple,
 ) -> list[Any]:
     """Checks a gradient of some parameters, which may lack some of them.
 
@@ -33,7 +33,7 @@ def beside(
         tree: the gradient.
         needed: the leaves at which it has to have a value.
         spared: returns the places of leaves at which it may lack one all the same.
-            It is called if something is missing.
+            It is called if something is missing. None by default.
 
     Returns:
         What it has at each leaf, ``ABSENT`` where it has nothing.

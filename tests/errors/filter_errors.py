@@ -36,6 +36,10 @@ def elements(mask: Any) -> Any:
     return sg.partition({'w': jnp.ones(2)}, mask)[0]
 
 
+def elements_stopped(mask: Any) -> Any:
+    return sg.stop_gradient({'w': jnp.ones(2)}, mask)
+
+
 async def later(path: Any) -> bool:
     return path.startswith('head')
 
@@ -102,6 +106,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: as_filter(''),
         "ArgumentValueError: '**'",
     ),
+    'a class of characters for numbers': (
+        lambda: as_filter('head_[0-11]/**'),
+        "ArgumentValueError: 'head_[0-11]/**' | 'head_{0..11}/**' | '[012]'",
+        lambda: as_filter('head_{0..11}/**'),
+    ),
     'parts that exclude each other': (
         lambda: split(a & b),
         "UnusedFilterError: 'head/*' | 'body/*'",
@@ -110,6 +119,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.at('w', 0.5),
         'PartError',
         "sg.at('embed/embedding', np.s_[:100])",
+    ),
+    'an index that is traced': (
+        lambda: jax.jit(rows)(1),
+        "PartError: jax.jit | sg.stop_gradient(params, {'embed'",
+        lambda: jax.jit(elements_stopped)({'w': jnp.array([True, False])}),
     ),
     'an index that is off': (
         lambda: rows(np.s_[5]),
