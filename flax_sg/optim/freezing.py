@@ -47,7 +47,7 @@ class Freeze:
 
     def _parameters(
         self, params: Any, unused: str = 'ignore'
-    ) -> tuple[Leaves, list[Any], Selection]:
+    ) -> tuple[Leaves, list[Any], tuple[Leaves, list[Any]]]:
         """The parameters, and for each whether it is trained, or which rows or part.
 
         Args:
@@ -55,8 +55,8 @@ class Freeze:
             unused: what to do with a filter that matches nothing.
 
         Returns:
-            Also what is trained of whole arrays, if freezes around this one have cut
-            them.
+            Both twice: as they are given, and as whole arrays, if freezes around this
+            one have cut some.
         """
         leaves = parameters_of(params)
         whole, cut = around().whole(leaves)
@@ -69,19 +69,18 @@ class Freeze:
             for takes, (path, leaf) in zip(said, whole, strict=True)
         ]
         both = [*map(among, cut, found, map(shape_of, whole.values))]
-        selection = Selection.of(whole, [of_whole for _, of_whole in both])
-        return leaves, [takes for takes, _ in both], selection
+        return leaves, [one for one, _ in both], (whole, [one for _, one in both])
 
     def init(self, params: Any) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
         marks = around().marks
         unused = 'ignore' if marks else self.unused
-        leaves, trained, selection = self._parameters(params, unused)
+        leaves, trained, of_whole = self._parameters(params, unused)
         if leaves.values and not any(trained) and not marks:
             self._warn_of_nothing()
-        with inside(selection):
+        with inside(*of_whole):
             state = self.tx.init(pruned(leaves, trained))
-        return Marked(state, selection) if marks else state
+        return Marked(state, Selection.of(*of_whole)) if marks else state
 
     def _warn_of_nothing(self) -> None:
         """Warns that nothing is trained, unless the filter says so plainly."""
@@ -105,8 +104,8 @@ class Freeze:
             if name in extra:
                 raise _of_all_parameters(name)
         given = updates if params is None else params
-        leaves, trained, selection = self._parameters(given)
-        with inside(selection):
+        leaves, trained, of_whole = self._parameters(given)
+        with inside(*of_whole):
             shown, grads = pruned(leaves, trained), leaves.values
             if params is not None:
                 spared = functools.cache(lambda: _frozen_in(self.tx, shown))

@@ -77,13 +77,22 @@ def around() -> Around:
     return Around(*tracing.freezes.value)
 
 
-def inside(selection: Selection) -> contextlib.AbstractContextManager[Any]:
-    """Tells the freezes in the transformation of a freeze which rows it has cut."""
-    triples = zip(selection.paths, selection.trained, selection.shapes, strict=True)
-    rows = [(path.place, r, shape) for path, r, shape in triples if type(r) is Choice]
-    if not rows:
-        return contextlib.nullcontext()
-    return tracing.freezes(around()._replace(rows=tuple(rows)))
+def inside(
+    whole: Leaves, trained: Sequence[Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """Tells the freezes in the transformation of a freeze which rows it has cut.
+
+    Args:
+        whole: the parameters, as whole arrays.
+        trained: for each whether it is trained, or which rows or part.
+    """
+    rows = [
+        (path.place, takes, shape_of(leaf))
+        for takes, (path, leaf) in zip(trained, whole, strict=True)
+        if isinstance(takes, Choice)
+    ]
+    now = around()
+    return tracing.freezes((now.marks, tuple(rows) or now.rows))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -126,7 +135,7 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
                     found[names] = node.selection
                     waiting.append((names, node.state))
 
-    with tracing.freezes(around()._replace(marks=True)):
+    with tracing.freezes((True, around().rows)):
         jax.eval_shape(init)
     return found
 

@@ -97,7 +97,7 @@ def wrappers_of_optax() -> Iterator[str]:
 
 
 def test_every_wrapper_has_a_row():
-    assert {*wrappers_of_optax()} == WRAPPERS.keys()
+    assert {*wrappers_of_optax()} <= WRAPPERS.keys()
 
 
 def params_of(name: str) -> tuple[Any, int]:
@@ -139,6 +139,8 @@ def by_hand(state: Any, new: Any, size: int, trained: list[int]) -> dict[str, An
 @pytest.mark.filterwarnings('ignore:inject_stateful_hyperparams:DeprecationWarning')
 @pytest.mark.parametrize('name', WRAPPERS)
 def test_moments_stay_with_their_rows(name):
+    if name not in wrappers_of_optax():
+        pytest.skip('another release of optax has it')
     params, size = params_of(name)
     old, new = (WRAPPERS[name](two(trained, size)) for trained in (OLD, NEW))
     state = filled(old.init(params))
