@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import wrong_argument
+from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.optim.masks import parameters_of
 from flax_sg.optim.selections import Names, Selection, names_of, selections
 from flax_sg.trees.leaves import (
@@ -76,7 +76,7 @@ def adopt(
         old: the transformation that made ``state``, or a list with one for each state.
             It is needed if it or ``tx`` freezes rows of an array (``sg.at``): a state
             does not tell which rows it is of. In both, ``sg.freeze`` may stand in
-            any other transformation.
+            any other transformation; both are traced with ``params``.
         fresh: the parameters that begin anew, whatever the states know: any kind of
             filter. None by default.
         report: called with a dict of four lists, as printed above: the parameters whose
@@ -112,7 +112,8 @@ def adopt(
     pairs = _named(new)
     every = [*dict(pairs), *itertools.chain(*states)]
     owners = _owners(tx, leaves, every)
-    before = [None if by is None else _owners(by, leaves, every) for by in made_by]
+    with raised_by('old= of sg.adopt'):  # It has to know all parameters of today.
+        before = [None if by is None else _owners(by, leaves, every) for by in made_by]
     for one, values, was in zip((state, *earlier), states, before, strict=True):
         if values or one is None or one == {}:  # All may have been frozen.
             _check_transformation(owners, dict(pairs), values)

@@ -27,7 +27,8 @@ from flax_sg.trees.rows import Choice, shape_of_part
 Names: TypeAlias = tuple[str, ...]
 
 
-class Selection(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Selection:
     """What a freeze trains of the parameters that it is given.
 
     Attributes:
@@ -136,7 +137,10 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
                     waiting.append((names, node.state))
 
     with tracing.freezes((True, around().rows)):
-        jax.eval_shape(init)
+        try:
+            jax.eval_shape(init)
+        except jax.errors.ConcretizationTypeError:  # It asks for values.
+            init()
     return found
 
 

@@ -277,6 +277,22 @@ def test_a_name_within_other_names():
     oracle.assert_same(adopted[0].mu['a'], state[0].mu['a'])
 
 
+def test_the_old_transformation_has_to_know_the_parameters():
+    def groups(labels: Any) -> Any:
+        both = {'one': ADAM, 'two': sg.freeze(ADAM, sg.at('c', 0))}
+        return optax.multi_transform(both, lambda p: sg.labels(p, labels))
+
+    old = groups({'one': ['a', 'b'], 'two': 'c'})
+    _, state = trained(old, old.init(PARAMS), 1)
+    later = {**PARAMS, 'lora': jnp.ones(2)}
+    new = groups({'one': ['a', 'b', 'lora'], 'two': 'c'})
+    with pytest.raises(errors.StructureError, match='old= of sg.adopt: The leaf'):
+        sg.adopt(new, later, state, old=old)
+    adopted = sg.adopt(new, later, state, old=new)
+    moments = adopted.inner_states['two'].inner_state[0].mu['c']
+    oracle.assert_same(moments, state.inner_states['two'].inner_state[0].mu['c'])
+
+
 def test_a_state_of_which_all_was_frozen_is_no_other_transformation():
     momentum = optax.sgd(0.1, momentum=0.9)
     nothing = sg.freeze(momentum, True).init(PARAMS)

@@ -167,6 +167,52 @@ def test_rows_of_the_old_state_alone():
         assert oracle.is_zero(adopted[name][3:])
 
 
+def asking(tx: Any) -> Any:
+    """A transformation that asks for a value when it begins."""
+
+    def init(params: Any) -> Any:
+        assert all(map(bool, map(jnp.any, jax.tree.leaves(params))))
+        return tx.init(params)
+
+    return optax.GradientTransformation(init, tx.update)
+
+
+def jitted(tx: Any) -> Any:
+    return optax.GradientTransformation(jax.jit(tx.init), jax.jit(tx.update))
+
+
+@pytest.mark.parametrize('wrap', [asking, jitted])
+def test_functions_of_others_that_make_states(wrap):
+    old, new = (
+        optax.chain(wrap(sg.freeze(optax.trace(0.9), rows(trained))), optax.scale(0.5))
+        for trained in (OLD, NEW)
+    )
+    state = filled(old.init(PARAMS))
+    for _ in range(2):  # The second time, JAX finds the program.
+        adopted = sg.adopt(new, PARAMS, state, old=old)
+        was, now = state[0].trace['w'], adopted[0].trace['w']
+        oracle.assert_same(now[:2], was[1:])
+        assert oracle.is_zero(now[2])
+        with pytest.raises(errors.StructureError, match='rows of'):
+            sg.adopt(new, PARAMS, state)
+
+
+def test_under_vmap_and_with_leaks_checked():
+    old, new = (two(trained) for trained in (OLD, NEW))
+    state = filled(old.init(PARAMS))
+    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), state)
+
+    def adopt(params: Any, state: Any) -> Any:
+        return sg.adopt(new, params, state, old=old)
+
+    with jax.checking_leaks():
+        many = jax.jit(jax.vmap(adopt, (None, 0)))(PARAMS, several)
+    for n in (0, 1):
+        one = jax.tree.map(lambda x, n=n: x[n], several)
+        found = jax.tree.map(lambda x, n=n: x[n], many)
+        oracle.assert_same(found, adopt(PARAMS, one))
+
+
 def through_msgpack(state: Any, path: Any) -> Any:
     return serialization.from_bytes(state, serialization.to_bytes(state))
 
