@@ -265,30 +265,6 @@ class Not(Filter):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trained(Filter):
-    """Another filter, which is known to name what is trained."""
-
-    filter: Filter
-
-    @property
-    def side(self) -> str:
-        """What is trained."""
-        return 'trained'
-
-    @property
-    def parts(self) -> tuple[Filter, ...]:
-        """The other filter."""
-        return (self.filter,)
-
-    def evaluate(self, answers: Answers) -> Any:
-        """What the other filter says."""
-        return self.filter.evaluate(answers)
-
-    def __repr__(self) -> str:
-        return repr(self.filter)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Several(Filter):
     """What And and Or share. The order of the parts is for reading alone."""
 
@@ -301,7 +277,9 @@ class _Several(Filter):
     def __post_init__(self) -> None:
         flat: list[Filter] = []
         for part in self.filters:
-            flat.extend(part.filters if isinstance(part, type(self)) else (part,))
+            # A side is not lost among others.
+            is_same = isinstance(part, _Several) and type(part) is type(self)
+            flat.extend(part.parts if is_same else (part,))
         object.__setattr__(self, 'filters', tuple(dict.fromkeys(flat)))
 
     @functools.cached_property
@@ -368,8 +346,17 @@ class Or(_Several):
         return [*said, *(part.evaluate(answers) for part in others)]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Trained(Or):
+    """The variables that a model trains: the filter knows which side it names."""
+
+    @property
+    def side(self) -> str:
+        """What is trained."""
+        return 'trained'
+
+
 def _enclosed(part: Filter) -> str:
-    part = part.filter if isinstance(part, Trained) else part
     several = isinstance(part, _Several) and len(part.filters) > 1
     return f'({part!r})' if several else repr(part)
 

@@ -86,5 +86,4 @@ def live(
         places = frozenset(place for place, others in said.items() if others == takes)
         some = filters.Derived(places, known)
         found.append(some & takes.elements if isinstance(takes, filters.Part) else some)
-    found = found or [filters.Derived(frozenset(), known)]
-    return filters.Trained(found[0] if len(found) == 1 else filters.Or(tuple(found)))
+    return filters.Trained(tuple(found) or (filters.Derived(frozenset(), known),))

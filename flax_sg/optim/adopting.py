@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -248,53 +248,42 @@ def _of_one(made: Any, given: Sequence[Given], owner: _Owner) -> tuple[Any, str]
     return out, 'carried' if (known == trains).all() else 'in part'
 
 
-def _owners(tx: Any, leaves: Leaves, every: Collection[Names]) -> dict[Names, _Owner]:
+def _owners(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, _Owner]:
     """The owners of the values of some states of a transformation.
+
+    The names of a parameter stand below those of a tree that is like the parameters. In
+    the state of a freeze, these are the parameters that the freeze was given.
 
     Args:
         tx: the transformation.
         leaves: the parameters.
         every: the names of the values.
     """
-    params = leaves.restore(leaves.values)
-    every_one = Selection.of(leaves, [True] * len(leaves.values))
-    found = {(): every_one, **selections(tx, params)}
-    inside: dict[Names, list[Names]] = {}
-    for names in every:
-        ends = reversed(range(len(names) + 1))
-        inside.setdefault(
-            next(names[:n] for n in ends if names[:n] in found), []
-        ).append(names)
-    return {
-        names: owner
-        for top, several in inside.items()
-        for names, owner in _owners_in(top, found[top], several)
+    whole = Selection.of(leaves, [True] * len(leaves.values))
+    found = {(): whole, **selections(tx, leaves.restore(leaves.values))}
+    tops = {
+        names: max((top for top in found if names[: len(top)] == top), key=len)
+        for names in every
     }
-
-
-def _owners_in(
-    top: Names, of: Selection, several: Sequence[Names]
-) -> Iterator[tuple[Names, _Owner]]:
-    """The owners of the values in the state of one freeze, or outside of all.
-
-    The names of a parameter stand below those of a tree that is like the parameters.
-    """
-    places = {names: n for n, names in enumerate(of.names)}
-    splits = {names: range(len(top), len(names) + 1) for names in several}
-    roots = {
-        next((names[:n] for n in ns if names[n:] in places), None)
-        for names, ns in splits.items()
-    }
-    for names, ns in splits.items():
-        owner = _Owner('/'.join(names), names[:-1], names, of)
-        # The last end counts, then the first start: 'b/a' is not 'a'.
-        for last, first in itertools.product(ns, reversed(ns)):
-            if names[:first] in roots and names[first:last] in places:
-                number = places[names[first:last]]
-                around = (*names[:first], '*', *names[last:])
-                path = str(of.paths[number])
-                owner = _Owner(path, names[: max(first - 1, 0)], around, of, number)
-        yield names, owner
+    owners: dict[Names, _Owner] = {}
+    for top, of in found.items():
+        places = {names: n for n, names in enumerate(of.names)}
+        inside = [names for names in every if tops[names] == top]
+        splits = {names: range(len(top), len(names) + 1) for names in inside}
+        roots = {
+            next((names[:n] for n in ns if names[n:] in places), None)
+            for names, ns in splits.items()
+        }
+        for names, ns in splits.items():
+            owners[names] = _Owner('/'.join(names), names[:-1], names, of)
+            # The last end counts, then the first start: 'b/a' is not 'a'.
+            for last, first in itertools.product(ns, reversed(ns)):
+                if names[:first] in roots and names[first:last] in places:
+                    number = places[names[first:last]]
+                    around = (*names[:first], '*', *names[last:])
+                    part, path = names[: max(first - 1, 0)], str(of.paths[number])
+                    owners[names] = _Owner(path, part, around, of, number)
+    return owners
 
 
 def _check_transformation(owners: dict[Names, _Owner], new: Any, old: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -96,22 +97,17 @@ def inside(
     return tracing.freezes((now.marks, tuple(rows) or now.rows))
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=('value',),
+    meta_fields=('selection',),
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Marked:
-    """The state of a freeze, with what it selects. Its key adds no name."""
+    """The state of a freeze, with what it selects. The key of the state has no name."""
 
-    state: Any
+    value: Any
     selection: Selection
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Selection]:
-        """The state; the selection is a part of the structure."""
-        return ((GetAttrKey('value'), self.state),), self.selection
-
-    @classmethod
-    def tree_unflatten(cls, selection: Selection, children: tuple[Any]) -> Marked:
-        """Another state of the same freeze."""
-        return cls(*children, selection)
 
 
 def selections(tx: Any, params: Any) -> dict[Names, Selection]:
@@ -134,7 +130,7 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
                 if _is_marked(node):
                     names = outer + names_of(keys)
                     found[names] = node.selection
-                    waiting.append((names, node.state))
+                    waiting.append((names, node.value))
 
     with tracing.freezes((True, around().rows)):
         try:

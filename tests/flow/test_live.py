@@ -105,7 +105,8 @@ def test_every_gradient_call_takes_it():
     assert grads['body'] == {'b': sg.ABSENT, 'w': sg.ABSENT}
     oracle.assert_same(sg.grad(loss, wrt=live & 'head/**')(PARAMS, X), grads)
     root = {('params', ('',))}
-    both = Derived(live.filter.selected | root, live.filter.known | root)
+    [found] = live.filters
+    both = Derived(found.selected | root, found.known | root)
     oracle.assert_same(sg.vjp(loss, PARAMS, X, wrt=both)[1](1.0)[0], grads)
 
 
