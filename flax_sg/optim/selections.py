@@ -135,7 +135,7 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
     with tracing.freezes((True, around().rows)):
         try:
             jax.eval_shape(init)
-        except jax.errors.ConcretizationTypeError:  # It asks for values.
+        except jax.errors.JAXTypeError:  # It asks for values.
             init()
     return found
 

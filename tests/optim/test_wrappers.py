@@ -171,7 +171,7 @@ def asking(tx: Any) -> Any:
     """A transformation that asks for a value when it begins."""
 
     def init(params: Any) -> Any:
-        assert all(map(bool, map(jnp.any, jax.tree.leaves(params))))
+        assert all(np.asarray(leaf * 2.0).any() for leaf in jax.tree.leaves(params))
         return tx.init(params)
 
     return optax.GradientTransformation(init, tx.update)
