@@ -46,10 +46,11 @@ def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -
         live: the paths of the leaves that are differentiated.
         fed: the positions of those that got a cotangent.
     """
-    parts = where.filters if isinstance(where, filters.Or) else (where,)
-    for part in parts if len(fed) < len(live) else ():
+    told = set[int]()
+    for part in (where, *where.parts, *where.atoms) if len(fed) < len(live) else ():
         taken = [n for n, path in enumerate(live) if part(path)]
-        if taken and not fed.intersection(taken):
+        if not (told.issuperset(taken) or fed.intersection(taken)):
+            told.update(taken)
             path = str(live[taken[0]])
             warn_once(
                 f'wrt={part!r} gives zeros alone: in {fun} no gradient flows to '
