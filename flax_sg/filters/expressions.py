@@ -309,7 +309,7 @@ class _Several(Filter):
         return functools.reduce(self.combine, said, not self.decisive)
 
     def __repr__(self) -> str:
-        texts = map(_enclosed, self.filters)
+        texts = map(_enclosed if len(self.filters) > 1 else repr, self.filters)
         return f' {self.symbol} '.join(texts) or f'{type(self).__name__}(())'
 
 
@@ -357,7 +357,9 @@ class Trained(Or):
 
 
 def _enclosed(part: Filter) -> str:
-    several = isinstance(part, _Several) and len(part.filters) > 1
+    while isinstance(part, _Several) and len(part.filters) == 1:
+        part = part.filters[0]
+    several = isinstance(part, _Several) and part.filters
     return f'({part!r})' if several else repr(part)
 
 

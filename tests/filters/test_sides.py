@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -23,7 +24,8 @@ def loss(params: Any) -> Any:
 
 
 live = sg.live(loss, PARAMS)
-rows = sg.live(lambda p: jnp.sum(p['w'][:2]), {'w': jnp.ones(4)})
+UPPER = sg.at('w', np.s_[2:])
+rows = sg.live(lambda p: jnp.sum(sg.stop_gradient(p, UPPER)['w']), {'w': jnp.ones(4)})
 
 
 def test_the_side_of_expressions():
@@ -118,3 +120,9 @@ def test_a_mask_of_optax_has_no_side_and_a_line_of_its_own():
     expected, _ = by_hand.update(PARAMS, by_hand.init(PARAMS), PARAMS)
     oracle.assert_same(updates['head'], expected['head'])
     assert oracle.is_zero(updates['body'])
+
+
+def test_rows_print_as_they_are_written():
+    part = "<live: 'w'> & Index(np.s_[0:2])"
+    assert (repr(rows), repr(~rows)) == (part, f'~({part})')
+    assert repr(rows | 'b') == f"({part}) | Glob('b')"
