@@ -102,7 +102,7 @@ def check(fun: Any, wrt: Where, absent: str, unused: str) -> filters.Filter | De
 
     Raises:
         ArgumentTypeError: if ``fun`` is no function.
-        FilterTypeError: if ``wrt`` is no filter.
+        FilterTypeError: if ``wrt`` is no filter, or one of what is frozen.
         ArgumentValueError: if ``absent`` is none of its choices.
         UnusedFilterError: if ``wrt`` is False or empty.
     """
@@ -112,10 +112,11 @@ def check(fun: Any, wrt: Where, absent: str, unused: str) -> filters.Filter | De
     if absent not in ('drop', 'zeros', 'none'):
         raise unknown_choice('absent', absent, ('drop', 'zeros', 'none'))
     check_unused(unused)
-    if isinstance(wrt, (Declared, filters.Filter)):
-        return wrt  # A filter that a program makes may well come to nothing.
-    where = filters.as_filter(wrt)
-    if where == filters.Constant(False) and unused != 'ignore':
+    if isinstance(wrt, Declared):
+        return wrt
+    where = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
+    is_made = isinstance(wrt, filters.Filter)  # It may well come to nothing.
+    if where == filters.Constant(False) and not is_made and unused != 'ignore':
         raise errors.UnusedFilterError(
             f'wrt={wrt!r} differentiates nothing: wrt= selects what has a '
             'gradient.\n'

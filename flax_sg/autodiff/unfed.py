@@ -14,7 +14,6 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from flax_sg import filters
-from flax_sg.filters.expressions import asked
 from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
 
@@ -47,12 +46,14 @@ def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -
         live: the paths of the leaves that are differentiated.
         fed: the positions of those that got a cotangent.
     """
-    for atom in where.atoms if len(fed) < len(live) else ():
-        taken = [n for n, path in enumerate(live) if asked(atom, path)]
-        if taken and not fed.intersection(taken):
+    told = set[int]()
+    for part in (where, *where.parts, *where.atoms) if len(fed) < len(live) else ():
+        taken = [n for n, path in enumerate(live) if part(path)]
+        if not (told.issuperset(taken) or fed.intersection(taken)):
+            told.update(taken)
             path = str(live[taken[0]])
             warn_once(
-                f'wrt={atom!r} gives zeros alone: in {fun} no gradient flows to '
+                f'wrt={part!r} gives zeros alone: in {fun} no gradient flows to '
                 f'{path!r}{" and the others" if len(taken) > 1 else ""}.\n'
                 'The function does not depend on it, or stops its gradient: '
                 f"sg.gradient_flow(fun, *args).why('output', {path!r}) tells where.\n"

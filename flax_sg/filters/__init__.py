@@ -23,6 +23,8 @@ from flax_sg.filters.expressions import And as And
 from flax_sg.filters.expressions import Constant as Constant
 from flax_sg.filters.expressions import Filter, Or
 from flax_sg.filters.expressions import Not as Not
+from flax_sg.filters.expressions import Trained as Trained
+from flax_sg.filters.expressions import named as named
 from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index
 from flax_sg.filters.indices import Part as Part
@@ -67,7 +69,8 @@ def as_filter(where: Where) -> Filter:
         where: one of
 
             * a str: a glob on whole path components: ``*`` stands for any name, ``**``
-              for any number of names; the path of a variable means that variable;
+              for any number of names, ``{0..11}`` for numbers, ``{a,b}`` for one of
+              these; the path of a variable means that variable;
             * a ``sg.Path``: the variables at this path, in any collection;
             * a ``re.Pattern`` that has to match the whole path;
             * a function of the path that returns a bool;
@@ -140,7 +143,7 @@ def _is_tree_of_bools(where: Any) -> bool:
 
 
 # What a sg.Path may hold, and a glob gives another meaning.
-_SPECIAL = re.compile(r'[*?\[\\]|//|/$|^$')
+_SPECIAL = re.compile(r'[*?\[\\{]|//|/$|^$')
 
 
 _glob = functools.lru_cache(1024)(Glob)  # A step opens the same blocks each time.

@@ -124,6 +124,11 @@ class Filter(ToldByHash, abc.ABC):
         return type(self), frozenset(p.shape for p in self.parts) or self.identity
 
     @property
+    def side(self) -> str | None:
+        """What it names: ``'trained'`` or ``'frozen'``; None if that is not known."""
+        return None
+
+    @property
     def may_be_empty(self) -> bool:
         """Whether it is no mistake if it matches nothing: what was derived may."""
         return any(part.may_be_empty for part in self.parts)
@@ -265,6 +270,11 @@ class Not(Filter):
         """The other filter."""
         return (self.filter,)
 
+    @property
+    def side(self) -> str | None:
+        """The other one."""
+        return _OTHER_SIDE[self.filter.side]
+
     def evaluate(self, answers: Answers) -> Any:
         """The opposite of what the other filter says."""
         return negated(self.filter.evaluate(answers))
@@ -289,7 +299,9 @@ class _Several(Filter):
     def __post_init__(self) -> None:
         flat: list[Filter] = []
         for part in self.filters:
-            flat.extend(part.filters if isinstance(part, type(self)) else (part,))
+            # A side is not lost among others.
+            is_same = isinstance(part, _Several) and type(part) is type(self)
+            flat.extend(part.parts if is_same else (part,))
         object.__setattr__(self, 'filters', tuple(dict.fromkeys(flat)))
 
     @functools.cached_property
@@ -302,6 +314,12 @@ class _Several(Filter):
         """The filters that it combines."""
         return self.filters
 
+    @property
+    def side(self) -> str | None:
+        """The side of all parts; None if they differ."""
+        sides = {part.side for part in self.filters}
+        return sides.pop() if len(sides) == 1 else None
+
     def _said(self, answers: Answers) -> list[Any]:
         return [part.evaluate(answers) for part in self.filters]
 
@@ -313,7 +331,7 @@ class _Several(Filter):
         return functools.reduce(self.combine, said, not self.decisive)
 
     def __repr__(self) -> str:
-        texts = map(_enclosed, self.filters)
+        texts = map(_enclosed if len(self.filters) > 1 else repr, self.filters)
         return f' {self.symbol} '.join(texts) or f'{type(self).__name__}(())'
 
 
@@ -350,9 +368,43 @@ class Or(_Several):
         return [*said, *(part.evaluate(answers) for part in others)]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Trained(Or):
+    """The variables that a model trains: the filter knows which side it names."""
+
+    @property
+    def side(self) -> str:
+        """What is trained."""
+        return 'trained'
+
+
 def _enclosed(part: Filter) -> str:
-    several = isinstance(part, _Several) and len(part.filters) > 1
+    while isinstance(part, _Several) and len(part.filters) == 1:
+        part = part.filters[0]
+    several = isinstance(part, _Several) and part.filters
     return f'({part!r})' if several else repr(part)
+
+
+_OTHER_SIDE = {'trained': 'frozen', 'frozen': 'trained', None: None}
+
+
+def named(where: Filter, side: str, call: str) -> Filter:
+    """The filter; raises if it is known to name the other side.
+
+    Args:
+        where: the filter.
+        side: what the call names: ``'trained'`` or ``'frozen'``.
+        call: the call, with ``{}`` for the filter.
+    """
+    if where.side in (None, side):
+        return where
+    given, right = ('live', '~live') if side == 'frozen' else ('~live', 'live')
+    raise errors.FilterTypeError(
+        f'{call.format("where")} names what is {side}, and {where!r} names what is '
+        f'{where.side}.\n'
+        f'Write {call.format(right)}, where live is the filter of what is trained.\n'
+        f'If the opposite is meant, {given} & True has no side.'
+    )
 
 
 def negated(said: Any) -> Any:

@@ -27,6 +27,7 @@ def advice(
     known = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
     near = list(dict.fromkeys(known[text] for text in nearest(pattern, known)))
     hint = _of_a_collection(pattern, paths, near[0], compiled)
+    hint = hint or _of_the_root(pattern, paths, compiled)
     if not hint and (found := _respelled(pattern, near[0], paths, compiled)):
         hint = f'Did you mean {found!r}?'
     if not hint and compiled is not re.compile:
@@ -61,6 +62,25 @@ def _of_a_collection(
     return f'Paths begin below the collection: {its}{rest}.'
 
 
+def _of_the_root(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
+    """The hint for a pattern that begins at the root, in a module below it; or ''."""
+    for path in paths:
+        if path == path.absolute or not _fits(pattern, [path.absolute], compiled):
+            continue
+        front = path.absolute.removesuffix(path)
+        if path.outside:
+            told, write = 'It is outside of the module of the block', f'/{pattern}'
+        elif pattern.startswith(front):
+            told, write = (
+                'Paths begin at the module of the block',
+                pattern[len(front) :],
+            )
+        else:
+            continue
+        return f'{told}: {write!r}.'
+    return ''
+
+
 def _of_a_glob(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
     """The hint for what is no glob: a regular expression, a box's path; or ''."""
     inside = pattern.removesuffix('/value')
@@ -74,7 +94,7 @@ def _of_a_glob(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
     return ''
 
 
-def _fits(text: str, paths: Sequence[Path], compiled: _Compile) -> bool:
+def _fits(text: str, paths: Sequence[str], compiled: _Compile) -> bool:
     """Whether a pattern fits one of the paths."""
     try:
         return any(map(compiled(text).fullmatch, paths))

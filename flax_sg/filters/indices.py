@@ -13,6 +13,7 @@ import functools
 import operator
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
@@ -288,11 +289,18 @@ def at(where: Any, index: Any) -> Filter:
 
 
 def _plain(index: Any) -> Any:
+    ends = (index.start, index.stop, index.step) if isinstance(index, slice) else ()
+    if any(isinstance(n, tracing.Tracer) for n in jax.tree.leaves((index, ends))):
+        raise errors.PartError(
+            'The index in sg.at is traced, and filters are asked while JAX traces.\n'
+            'Pass it by static_argnames of jax.jit. Or give a tree of boolean arrays, '
+            'which may be traced:\n'
+            "sg.stop_gradient(params, {'embed': {'embedding': mask}})."
+        )
     if isinstance(index, tuple):
         return tuple(map(_plain, index))
     if isinstance(index, slice):
-        parts = (index.start, index.stop, index.step)
-        return slice(*(None if n is None else operator.index(n) for n in parts))
+        return slice(*(None if n is None else operator.index(n) for n in ends))
     if index is Ellipsis:
         return index
     array = np.array(index)

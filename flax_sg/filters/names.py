@@ -99,11 +99,18 @@ class BoolTree(Atom):
                         'Give one in the shape of the variable, or True or False.'
                     )
                 return take
+        tops = {names[0] for names in self.bools}
+        advice = f'Give tree[{path.collection!r}]: a tree starts below the collection.'
+        if path.collection not in tops:
+            advice = 'Give True or False for it.'
+            if path.parts[0] not in tops:
+                advice += (
+                    f'\nNothing of {path.parts[0]!r} is in the tree. If it belongs to '
+                    'another model, name the model of the tree: nn.Frozen(actor, tree).'
+                )
         raise errors.ArgumentValueError(
             f'A tree of bools has no answer for the variable {str(path)!r} of the '
-            f'collection {path.collection!r}.\n'
-            'Give True or False for it. A tree starts below the collection: give '
-            'tree[collection].'
+            f'collection {path.collection!r}.\n{advice}'
         )
 
     @property

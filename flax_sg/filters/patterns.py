@@ -22,9 +22,11 @@ class Glob(Atom):
     r"""The variables whose whole path fits a pattern, by the rules of gitignore.
 
     ``*``, ``?``, ``[abc]`` and ``[!abc]`` match characters within one component.
+    ``{0..11}`` matches the numbers from 0 to 11, ``{enc,dec}`` one of these texts.
     ``**`` alone between slashes matches any number of components: none or more at
     the start and in the middle, one or more at the end (everything inside). ``\``
-    takes the next character literally. Brackets that are no set mean themselves.
+    takes the next character literally. Brackets and braces that are no set mean
+    themselves.
 
     A pattern that is the path of a variable fits that variable too, whatever characters
     are in it: ``'w[0,0] 1x0e'``. A ``sg.Path`` in place of a str fits nothing else.
@@ -40,13 +42,26 @@ class Glob(Atom):
     [True, False, False]
 
     Raises:
-        ArgumentValueError: if no path can fit the pattern.
+        ArgumentValueError: if no path can fit the pattern, or a class in it looks like
+            a range of numbers: ``[0-11]`` means the characters 0 and 1.
     """
 
     pattern: str
 
     def __post_init__(self) -> None:
-        names = self.pattern.removeprefix('/').split('/')
+        for token in _TOKEN.finditer(self.pattern):
+            ends = re.fullmatch('([0-9]+)-([0-9]+)', token['members'] or '')
+            if ends and len(ends[0]) > 3:
+                numbers = f'{{{ends[1]}..{ends[2]}}}'
+                write = self.pattern.replace(token[0], numbers)
+                raise errors.ArgumentValueError(
+                    f'The class {token[0]} in the glob {self.pattern!r} matches one '
+                    'character, and no number of two digits.\n'
+                    f'For numbers write braces: {write!r} has the range as shells do.\n'
+                    "For single characters list them: '[012]'."
+                )
+        globs = [each.removeprefix('/').split('/') for each in _expanded(self.pattern)]
+        names = [name for glob in globs for name in glob]
         if '' in names or any('**' in name and name != '**' for name in names):
             raise errors.ArgumentValueError(
                 f'No path fits the glob {self.pattern!r}: names are not empty, and '
@@ -138,10 +153,30 @@ class Regex(Atom):
 # What a glob may be made of. A set ends within its component.
 _TOKEN = re.compile(
     r'\\(?P<escaped>[^/])|(?P<wild>[*?])|\[(?P<negated>[!^]?)'
-    r'(?P<members>(?:\]|\\[^/]|[^\]\\/])(?:\\[^/]|[^\]\\/])*)\]|(?P<literal>.)',
+    r'(?P<members>(?:\]|\\[^/]|[^\]\\/])(?:\\[^/]|[^\]\\/])*)\]'
+    r'|\{(?P<first>[0-9]+)\.\.(?P<last>[0-9]+)\}|(?P<literal>.)',
     re.DOTALL,
 )
-_SPECIAL = re.compile(r'[*?\[\\]')
+_SPECIAL = re.compile(r'[*?\[\\{]')
+
+
+# Alternatives, of which none has alternatives in it. What follows a backslash is text.
+_PART = r'(?:\\.|\{[0-9]+\.\.[0-9]+\}|[^{}\\])*'
+_BRACES = re.compile(rf'(?<!\\)\{{({_PART}?,{_PART})\}}', re.DOTALL)
+
+
+def _expanded(pattern: str) -> list[str]:
+    """The globs that ``{a,b}`` in a glob stands for.
+
+    >>> _expanded('{enc,dec/{x,y}}/w')
+    ['enc/w', 'dec/x/w', 'dec/y/w']
+    """
+    found = _BRACES.search(pattern)
+    if found is None:
+        return [pattern]
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    texts = (f'{before}{each}{after}' for each in re.split(r'(?<!\\),', found[1]))
+    return [*dict.fromkeys(glob for text in texts for glob in _expanded(text))]
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:
@@ -153,6 +188,9 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
     Args:
         pattern: as ``flax_sg.filters.Glob`` explains.
     """
+    several = _expanded(pattern)
+    if len(several) > 1:
+        return re.compile('|'.join(f'(?:{glob_regex(x).pattern})' for x in several))
     rooted = pattern.startswith('/')
     names = pattern[rooted:].split('/')
     # Neighbouring '**' say the same as one, and would make matching slow.
@@ -177,6 +215,14 @@ def _component(name: str) -> str:
 def _token(token: re.Match[str]) -> str:
     if token['wild']:
         return '[^/]*' if token['wild'] == '*' else '[^/]'
+    if token['first']:
+        ends = sorted((token['first'], token['last']), key=int)
+        # As in shells, '{08..11}' has numbers of two digits each.
+        width = (
+            max(map(len, ends)) if any(len(x) > 1 and x[0] == '0' for x in ends) else 0
+        )
+        numbers = range(int(ends[0]), int(ends[1]) + 1)
+        return f'(?:{"|".join(str(n).zfill(width) for n in numbers)})'
     if token['members']:
         members = re.sub(
             r'\\(.)|([\[\]^&~|])', lambda m: re.escape(m[1] or m[2]), token['members']

@@ -15,7 +15,7 @@ from flax_sg.flow import pullback
 from flax_sg.flow.flat import UNKNOWN, Flat
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow
 from flax_sg.flow.traced import Traced, traced
-from flax_sg.flow.uses import unclear
+from flax_sg.flow.uses import unclear, uses
 from flax_sg.flow.way import Way, way
 from flax_sg.flow.zeros import Mask
 from flax_sg.internals import jaxprs
@@ -100,7 +100,7 @@ def gradient_flow(
 
 
 def _report(found: Traced) -> GradientFlow:
-    program, outputs, parameters = found
+    program, outputs, parameters, arguments = found
     zeros = unread = _zeros(found)
     if any(zero.any() and not zero.all() for row in zeros for zero in row):
         # What would be zero without a stop: what an output does not read.
@@ -125,7 +125,8 @@ def _report(found: Traced) -> GradientFlow:
         return FLOWS, None
 
     def explain(n: int, output: int) -> Way:
-        return way(flat, parameters[n][1], output)
+        slots = parameters[n][1]
+        return way(flat, slots, output)._replace(uses=uses(flat, slots, output))
 
     cells = [[cell(k, n) for n in range(len(parameters))] for k in range(len(outputs))]
     shapes = [types[slots[0]] for _, slots in parameters]
@@ -136,6 +137,7 @@ def _report(found: Traced) -> GradientFlow:
         tuple(tuple(status for status, _ in row) for row in cells),
         tuple(tuple(part for _, part in row) for row in cells),
         explain,
+        arguments,
     )
 
 

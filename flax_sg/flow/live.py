@@ -58,6 +58,8 @@ def live(
 
     Returns:
         A filter for ``wrt=``, ``where=``, blocks, and ``~ & |``. It may select nothing.
+        It knows that it names what is trained: ``sg.freeze(tx, live)``, without ``~``,
+        raises, and so does ``wrt=~live``.
         Two of these are equal if they select the same of the same parameters. All
         variables in one box are selected together. If a part of an array is stopped
         (``sg.at``, ``frozen_layers=``), exactly the rest is selected.
@@ -84,6 +86,4 @@ def live(
         places = frozenset(place for place, others in said.items() if others == takes)
         some = filters.Derived(places, known)
         found.append(some & takes.elements if isinstance(takes, filters.Part) else some)
-    if len(found) > 1:
-        return filters.Or(tuple(found))
-    return found[0] if found else filters.Derived(frozenset(), known)
+    return filters.Trained(tuple(found) or (filters.Derived(frozenset(), known),))

@@ -15,6 +15,7 @@ from flax_sg import filters
 from flax_sg.errors.texts import listed
 from flax_sg.filters import paths
 from flax_sg.flow.rows import alike, grouped, index, repeated, unique
+from flax_sg.flow.uses import Use
 from flax_sg.flow.way import Way
 from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Matrix, Row, Word
@@ -50,6 +51,8 @@ class Why:
             block is named with its filter. ``''`` if nothing does.
         leaves: the line on which the value leaves the ``with`` block that reads the
             parameter: the place for ``jax.lax.stop_gradient``. ``''`` if there is none.
+        uses: each use of the parameter for this output: its line, and whether a
+            gradient comes back from there. A tied embedding has two.
     """
 
     output: str
@@ -58,12 +61,18 @@ class Why:
     lines: tuple[str, ...] = ()
     by: str = ''
     leaves: str = ''
+    uses: tuple[Use, ...] = ()
 
     def __str__(self) -> str:
         said = _SAID[self.status].format(self.parameter, self.output)
         end = '  (leaves its block)'
         rows = [f'  {line}{end * (line == self.leaves)}' for line in self.lines]
         rows += [f'It is stopped by {self.by}.'] * bool(self.by)
+        if len({use.trains for use in self.uses}) > 1:
+            live = sum(use.trains for use in self.uses)
+            rows += [f'It is trained by {live} of {len(self.uses)} uses:']
+            verbs = 'is stopped', 'trains it'
+            rows += [f'  {use.line} {verbs[use.trains]}' for use in self.uses]
         return text.encodable('\n'.join([said, *rows]))
 
 
@@ -96,6 +105,7 @@ class GradientFlow(Shown):
         parts: for each output, and in it for each parameter that is ``'partly'``
             trained, the part; None for the others.
         explain: for the numbers of a parameter and an output the way between them.
+        arguments: the numbers in the paths of several arguments, with their names.
     """
 
     title = 'Which output trains which part'
@@ -108,6 +118,7 @@ class GradientFlow(Shown):
     explain: Callable[[int, int], Way] = dataclasses.field(
         default=_no_way, repr=False, compare=False
     )
+    arguments: tuple[tuple[int, str], ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs cannot be pickled.
@@ -293,6 +304,9 @@ class GradientFlow(Shown):
             + f' of {all_of:,} values'
             for name, k in columns
         ]
+        if self.arguments:
+            pairs = (f'{n} is {name}' for n, name in self.arguments)
+            lines.append(f'Of the arguments {", ".join(pairs)}.')
         idle: dict[bool, list[str]] = {}
         for n in every:
             if not self.trained(n):

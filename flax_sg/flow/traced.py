@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,11 +36,14 @@ class Traced(NamedTuple):
         outputs: the name of each array that is returned.
         parameters: the path of each leaf of the differentiated arguments, and the
             numbers of its arrays among the inputs of the program.
+        arguments: if several arguments hold parameters, the number of each, and the
+            name that the function gives it.
     """
 
     program: ClosedJaxpr
     outputs: tuple[str, ...]
     parameters: list[tuple[Path, tuple[int, ...]]]
+    arguments: tuple[tuple[int, str], ...]
 
 
 def traced(
@@ -63,6 +67,8 @@ def traced(
     for number in [argnums] if isinstance(argnums, int) else argnums:
         if not -len(args) <= number < len(args):
             raise TypeError(f'{argnums=}: {len(args)} positional arguments were given.')
+    if not isinstance(wrt, Declared):
+        wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
     own = arguments_of(args, argnums)
     takes = dict(zip(own, chosen([*own.values()], wrt), strict=True))
     trees = {n: own.get(n) or leaves_of(arg) for n, arg in enumerate((*args, kwargs))}
@@ -124,7 +130,19 @@ def traced(
             f'{name} returns nothing: no gradient can come from there.\n'
             'Return the loss, or several in a dict.'
         )
-    return Traced(program, tuple(names), parameters)
+    arguments = {} if isinstance(argnums, int) else _names_of(run)
+    named = tuple((n, arguments[n]) for n in own if n in arguments)
+    return Traced(program, tuple(names), parameters, named)
+
+
+def _names_of(fun: Callable[..., Any]) -> dict[int, str]:
+    """The names that a function gives its arguments, by their position."""
+    try:
+        several = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # Written in C.
+        return {}
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return {n: one.name for n, one in enumerate(several) if one.kind in kinds}
 
 
 def _stopped(leaf: Any, said: bool | filters.Part, path: Path) -> Any:

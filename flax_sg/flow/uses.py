@@ -8,9 +8,19 @@ by its gradient, and takes each ``relu`` of a bias for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from flax_sg.flow.flat import Flat, Step
+from flax_sg.flow.pullback import has_tangent
 from flax_sg.internals import jaxprs
+
+
+class Use(NamedTuple):
+    """A line that reads a parameter, and whether a gradient comes back from there."""
+
+    line: str
+    trains: bool
+
 
 # Primitives that return their inputs in another form.
 _SAME_VALUE = frozenset(
@@ -42,6 +52,34 @@ def unclear(flat: Flat, slots: Iterable[int], is_known: bool) -> str:
     if len(live) == len(found) or (is_known and not all(x for _, x in live)):
         return ''
     return next((step.source for step, _ in live if step), '')
+
+
+def uses(flat: Flat, slots: Iterable[int], output: int) -> tuple[Use, ...]:
+    """The uses of a parameter for an output, in the order of the program.
+
+    Args:
+        flat: the program.
+        slots: the inputs of the program that are the parameter.
+        output: the number of the output.
+    """
+
+    def is_stopped(step: Step, number: int) -> bool:
+        live = [n for n, x in enumerate(step.outs) if flat.live[x] >> output & 1]
+        return not (live and any(flat.flows(step)[number] >> n & 1 for n in live))
+
+    order = {step: n for n, step in enumerate(flat.steps)}
+    inputs = [flat.inputs[slot] for slot in slots]
+    found = [
+        (order.get(step, len(order)), Use(step.source, not stopped))
+        for step, stopped, _ in _uses(flat, inputs, is_stopped)
+        if step and any(_is_met(flat, x, output) for x in step.outs)
+    ]
+    return tuple(use for _, use in sorted(found))
+
+
+def _is_met(flat: Flat, value: int, output: int) -> bool:
+    """Whether an output reads a value that may have a gradient, as no index has."""
+    return bool(flat.read[value] >> output & 1) and has_tangent(flat.avals[value])
 
 
 def _uses(

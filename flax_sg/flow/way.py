@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from flax_sg.flow.flat import UNKNOWN, Flat, Step
 from flax_sg.flow.pullback import has_tangent
+from flax_sg.flow.uses import Use
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import Bodies
 
@@ -24,11 +25,13 @@ class Way(NamedTuple):
             or the block that does. ``''`` if nothing does.
         leaves: the first line outside of the ``with`` block that reads the parameter:
             the place for ``jax.lax.stop_gradient``. ``''`` if there is none.
+        uses: each use of the parameter.
     """
 
     lines: tuple[str, ...] = ()
     by: str = ''
     leaves: str = ''
+    uses: tuple[Use, ...] = ()
 
 
 class _Walked(NamedTuple):

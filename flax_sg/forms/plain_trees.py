@@ -103,7 +103,9 @@ def rewritten(
     return values
 
 
-def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> Any:
+def stop_gradient(
+    tree: Any, where: filters.Where | Absent = ABSENT, *, unused: str = 'raise'
+) -> Any:
     """A tree in which the selected leaves are behind ``jax.lax.stop_gradient``.
 
     >>> import jax, flax_sg as sg
@@ -122,6 +124,13 @@ def stop_gradient(tree: Any, where: filters.Where, *, unused: str = 'raise') -> 
     Returns:
         The tree. Leaves that are no real or complex arrays are unchanged.
     """
+    if is_absent(where):
+        raise errors.ArgumentTypeError(
+            f'sg.stop_gradient got {brief(tree)} alone, and no filter.\n'
+            'For a block, write nn.stop_gradient(where), from flax_sg import linen as '
+            'nn.\n'
+            'For a tree, write sg.stop_gradient(tree, where).'
+        )
     _tree_before('sg.stop_gradient(tree, where)', tree)
     chosen, rule = filters.as_filter(where), rules.StopGradient()
     return rewrite(tree, rules.Rewrite(chosen, rule, True, unused))

@@ -159,7 +159,8 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    stopped, rule = ~filters.as_filter(where), rules.StopGradient()
+    trained = filters.named(filters.as_filter(where), 'trained', 'nn.train_only({})')
+    stopped, rule = ~trained, rules.StopGradient()
     is_empty = isinstance(where, (Sequence, Set)) and not where
     if is_empty and unused != 'ignore':
         warn_once(

@@ -202,6 +202,14 @@ class Wrapper(_Forwards, modules.Module):
         object.__setattr__(self, '_rewrite', rewrite)
         if self.state not in held_state.STATE:
             raise unknown_choice('state', self.state, held_state.STATE)
+        if type(self.module).__name__ == 'InstancePlaceholder':
+            raise errors.ArgumentTypeError(
+                f'nn.{type(self).__name__}(...) is an argument of a lifted class, such '
+                'as nn.remat(Layer), and Flax takes arguments apart.\n'
+                'Give it the bare module, and wrap this where it is called, in '
+                'Layer.__call__:\n'
+                'nn.Frozen(module, where)(x).'
+            )
         if not isinstance(self.module, modules.Module):
             raise refused(
                 f'nn.{type(self).__name__} wraps a Module instance', self.module

@@ -2,25 +2,25 @@
 
 One rule: a value of the new state is that of the old state at the same key path, if it
 has the same shape and dtype; else it is fresh. Where rows are frozen, an array holds
-the trained rows alone; both arrays are then made whole first.
+the trained rows alone; both arrays are then made whole first. What belongs to no
+parameter is fresh where all moments beside it are.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import wrong_argument
-from flax_sg.filters.paths import name_of
-from flax_sg.optim.freezing import Freeze, pruned
+from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.optim.masks import parameters_of
+from flax_sg.optim.selections import Names, Selection, names_of, selections
 from flax_sg.trees.leaves import (
     Leaves,
     is_differentiable,
@@ -30,9 +30,6 @@ from flax_sg.trees.leaves import (
     whole,
 )
 from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
-
-# The names that lead to a value of a state.
-Names: TypeAlias = tuple[str, ...]
 
 # States that remember steps of all parameters together: what they know of some of them
 # is of no use beside others.
@@ -69,7 +66,7 @@ def adopt(
     {'carried': ['head'], 'in part': [], 'fresh': ['body'], 'dropped': []}
 
     Args:
-        tx: a transformation from ``sg.freeze``, or the one that it wraps.
+        tx: a transformation with ``sg.freeze`` in it, or one without.
         params: the parameters.
         state: a state of the same transformation, frozen in other places or nowhere;
             also of parameters with other names among these, and as ``nnx.Optimizer``
@@ -78,7 +75,8 @@ def adopt(
         *earlier: more of them, for what ``state`` does not know.
         old: the transformation that made ``state``, or a list with one for each state.
             It is needed if it or ``tx`` freezes rows of an array (``sg.at``): a state
-            does not tell which rows it is of.
+            does not tell which rows it is of. In both, ``sg.freeze`` may stand in
+            any other transformation; both are traced with ``params``.
         fresh: the parameters that begin anew, whatever the states know: any kind of
             filter. None by default.
         report: called with a dict of four lists, as printed above: the parameters whose
@@ -91,9 +89,10 @@ def adopt(
         frozen now is dropped, rows and elements included: if it is to go on later from
         where it was, keep the state of today, and give it as ``earlier`` then.
 
-        A jitted step compiles once for each selection. What optimizers share among
-        parameters goes on: Adam's count of steps does, so new moments are taken for old
-        ones, and begin with larger updates. ``optax.tree_utils.tree_set(state,
+        A jitted step compiles once for each selection. A count of steps goes on, unless
+        all moments beside it in the state begin anew: then it does, too. So Adam's
+        count goes on where some parameters are carried, and the first updates of the
+        others have another size. ``optax.tree_utils.tree_set(state,
         count=0)`` counts anew. The hyperparameters of ``optax.inject_hyperparams`` are
         those of ``tx``. What L-BFGS, a line search and optimistic gradients remember
         belongs to one selection: it begins anew with another. So does an array that
@@ -109,68 +108,111 @@ def adopt(
         raise wrong_argument(tx, 'optax transformation', write)
     states = [dict(_named(given)) for given in (state, *earlier)]
     made_by = [old] * len(states) if old is None or hasattr(old, 'init') else old
-    before = [None if by is None else _selection(by, params)[1] for by in made_by]
-    new, (leaves, trained) = tx.init(params), _selection(tx, params)
+    new, leaves = tx.init(params), parameters_of(params)
     pairs = _named(new)
-    owners = _owners(leaves, [*dict(pairs), *itertools.chain(*states)])
+    every = [*dict(pairs), *itertools.chain(*states)]
+    owners = _owners(tx, leaves, every)
+    with raised_by('old= of sg.adopt'):  # It has to know all parameters of today.
+        before = [None if by is None else _owners(by, leaves, every) for by in made_by]
     for one, values, was in zip((state, *earlier), states, before, strict=True):
         if values or one is None or one == {}:  # All may have been frozen.
             _check_transformation(owners, dict(pairs), values)
         if was is None:
-            _check_rows(owners, pairs, values, leaves, trained)
-    [said] = selected([leaves.paths], filters.as_filter(fresh))
-    begin = [*whole(said, leaves.paths, 'fresh='), False]  # The last one is of none.
-    adopted: list[Any] = []
-    found: dict[str, set[str]] = {}
+            _check_rows(owners, pairs, values)
+    begin = filters.as_filter(fresh)
+    [said] = selected([leaves.paths], begin)
+    whole(said, leaves.paths, 'fresh=')
+    adopted: list[tuple[Any, str]] = []
+    # By the part of the state that they stand in, what became of moments.
+    moments: dict[Names, set[str]] = {}
     for names, made in pairs:
-        number, name, around = owners[names]
+        owner = owners[names]
+        begins = 'hyperparams' in owner.around or owner.begins(begin)
         given = [
-            (values[names], was)
+            (values[names], None if was is None else was[names])
             for values, was in zip(states, before, strict=True)
-            if names in values and not begin[number] and 'hyperparams' not in around
+            if names in values and not begins
         ]
-        shape = np.shape(leaves.values[number]) if number >= 0 else ()
-        is_own = number >= 0 and trained[number] and not _is_one(made)
-        if not is_own or np.shape(made) == () != shape:
-            value, what = _of_all(made, given, leaves, trained)
-        else:
-            value, what = _of_one(made, given, trained, number, shape)
-        adopted.append(value)
-        found.setdefault(name, set()).add(what)
+        is_own = owner.owns(made) and owner.trained and not _is_one(made)
+        found = (_of_one if is_own else _of_all)(made, given, owner)
+        adopted.append(found)
+        if owner.owns(made) or owner.is_flat(made):
+            moments.setdefault(owner.part, set()).add(found[1])
+    became: dict[str, set[str]] = {}
+    for n, (names, made) in enumerate(pairs):
+        owner = owners[names]
+        is_moment = owner.owns(made) or owner.is_flat(made)
+        if not is_moment and moments.get(owner.part) == {'fresh'}:
+            adopted[n] = made, 'fresh'  # A count is as old as its moments.
+        became.setdefault(owner.name, set()).add(adopted[n][1])
     if report is not None:
         lists: dict[str, list[str]] = {'carried': [], 'in part': [], 'fresh': []}
-        for name, all_of in sorted(found.items()):
+        for name, all_of in sorted(became.items()):
             lists[all_of.pop() if len(all_of) == 1 else 'in part'].append(name)
         known = {owners[names].name for names in itertools.chain(*states)}
-        report({**lists, 'dropped': sorted(known - found.keys())})
-    return jax.tree.structure(new, is_leaf=_is_one).unflatten(adopted)
+        report({**lists, 'dropped': sorted(known - became.keys())})
+    values = [value for value, _ in adopted]
+    return jax.tree.structure(new, is_leaf=_is_one).unflatten(values)
 
 
-def _selection(tx: Any, params: Any) -> tuple[Leaves, Sequence[Any]]:
-    """The parameters, and what a transformation trains of each."""
-    freeze = getattr(tx.init, '__self__', None)
-    if isinstance(freeze, Freeze):
-        return freeze.parameters(params)
-    leaves = parameters_of(params)
-    return leaves, [True] * len(leaves.values)
+class _Owner(NamedTuple):
+    """Whom a value of a state belongs to.
+
+    Attributes:
+        name: the path of the parameter; the value's own place if there is none.
+        part: the part of the state that has the value, or the tree that is like the
+            parameters: a count stands there beside moments.
+        around: the names of the value without those of the parameter.
+        of: what the innermost freeze around it selects.
+        number: which parameter of these; -1 for none.
+    """
+
+    name: str
+    part: Names
+    around: Names
+    of: Selection
+    number: int = -1
+
+    @property
+    def trained(self) -> Any:
+        """What is trained of the parameter."""
+        return self.number >= 0 and self.of.trained[self.number]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter; () if there is none."""
+        return self.of.shapes[self.number] if self.number >= 0 else ()
+
+    def begins(self, anew: filters.Filter) -> bool:
+        """Whether the parameter begins anew, as ``fresh=`` says."""
+        return self.number >= 0 and bool(anew(self.of.paths[self.number]))
+
+    def owns(self, made: Any) -> bool:
+        """Whether a value belongs to a parameter; a number may be that of a tree."""
+        return self.number >= 0 and not shape_of(made) == () != self.shape
+
+    def is_flat(self, made: Any) -> bool:
+        """Whether a value is one array for all parameters, as ``optax.flatten`` has."""
+        rows = zip(self.of.trained, self.of.shapes, strict=True)
+        size = sum(math.prod(shape_of_part(*row)) for row in rows if row[0])
+        return shape_of(made) == (size,) != (1,) and is_differentiable(made)
 
 
-# What a state has at a place, and what was trained of each parameter when the state was
-# made; None if nobody says so.
-Given: TypeAlias = tuple[Any, Sequence[Any] | None]
+# What a state has at a place, and whom it belongs to there, if somebody says which
+# transformation made the state.
+Given: TypeAlias = tuple[Any, _Owner | None]
 
 
-def _of_all(
-    made: Any, given: Sequence[Given], leaves: Leaves, trained: Sequence[Any]
-) -> tuple[Any, str]:
+def _of_all(made: Any, given: Sequence[Given], owner: _Owner) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
-    size = sum(map(np.size, jax.tree.leaves(pruned(leaves, trained))))
-    flat = shape_of(made) == (size,) != (1,) and is_differentiable(made)
-    shapes = list(map(jnp.shape, leaves.values))
-    for value, was in given:
-        same = not (flat or _is_one(made))
-        if not same:
-            same = not flat if was is None else all(map(_is_same, was, trained, shapes))
+    flat, now = owner.is_flat(made), owner.of
+    for value, before in given:
+        same = not flat if before is None else not (flat or _is_one(made))
+        if before is not None and not same:
+            was = before.of
+            same = was.shapes == now.shapes and all(
+                map(_is_same, was.trained, now.trained, now.shapes)
+            )
         if same and _type(value) == _type(made):
             return value, 'carried'
     return made, 'fresh'
@@ -183,18 +225,12 @@ def _is_same(was: Any, now: Any, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _of_one(
-    made: Any,
-    given: Sequence[Given],
-    trained: Sequence[Any],
-    number: int,
-    shape: tuple[int, ...],
-) -> tuple[Any, str]:
+def _of_one(made: Any, given: Sequence[Given], owner: _Owner) -> tuple[Any, str]:
     """A value that belongs to one parameter, and whether it is carried, or in part."""
-    out, now = made, trained[number]
+    out, now, shape = made, owner.trained, owner.shape
     trains, known = mask_of(now, shape, ''), np.False_
-    for value, was_trained in reversed(given):  # The first one has the last word.
-        was = True if was_trained is None else was_trained[number]
+    for value, before in reversed(given):  # The first one has the last word.
+        was = True if before is None or before.shape != shape else before.trained
         knew = mask_of(was, shape, '')
         if _is_same(was, now, shape) and _type(value) == _type(made):
             out, known = value, knew
@@ -212,39 +248,41 @@ def _of_one(
     return out, 'carried' if (known == trains).all() else 'in part'
 
 
-class _Owner(NamedTuple):
-    """Whom a value of a state belongs to.
+def _owners(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, _Owner]:
+    """The owners of the values of some states of a transformation.
 
-    Attributes:
-        number: which parameter; -1 for none.
-        name: its path; the value's own place if there is none.
-        around: the names of the value without those of the parameter.
+    The names of a parameter stand below those of a tree that is like the parameters. In
+    the state of a freeze, these are the parameters that the freeze was given.
+
+    Args:
+        tx: the transformation.
+        leaves: the parameters.
+        every: the names of the values.
     """
-
-    number: int
-    name: str
-    around: Names
-
-
-def _owners(leaves: Leaves, every: Collection[Names]) -> dict[Names, _Owner]:
-    """The owners of the values of some states.
-
-    The names of a parameter stand below those of a tree that is like the parameters.
-    """
-    places = {_names_of(keys): n for n, keys in enumerate(leaves.key_paths)}
-    splits = {names: range(len(names) + 1) for names in every}
-    roots = {
-        next((names[:n] for n in ns if names[n:] in places), None)
-        for names, ns in splits.items()
+    whole = Selection.of(leaves, [True] * len(leaves.values))
+    found = {(): whole, **selections(tx, leaves.restore(leaves.values))}
+    tops = {
+        names: max((top for top in found if names[: len(top)] == top), key=len)
+        for names in every
     }
-    owners = {names: _Owner(-1, '/'.join(names), names) for names in every}
-    for names, ns in splits.items():
-        # The last end counts, then the first start: 'b/a' is not 'a'.
-        for last, first in itertools.product(ns, reversed(ns)):
-            if names[:first] in roots and names[first:last] in places:
-                number = places[names[first:last]]
-                around = (*names[:first], '*', *names[last:])
-                owners[names] = _Owner(number, str(leaves.paths[number]), around)
+    owners: dict[Names, _Owner] = {}
+    for top, of in found.items():
+        places = {names: n for n, names in enumerate(of.names)}
+        inside = [names for names in every if tops[names] == top]
+        splits = {names: range(len(top), len(names) + 1) for names in inside}
+        roots = {
+            next((names[:n] for n in ns if names[n:] in places), None)
+            for names, ns in splits.items()
+        }
+        for names, ns in splits.items():
+            owners[names] = _Owner('/'.join(names), names[:-1], names, of)
+            # The last end counts, then the first start: 'b/a' is not 'a'.
+            for last, first in itertools.product(ns, reversed(ns)):
+                if names[:first] in roots and names[first:last] in places:
+                    number = places[names[first:last]]
+                    around = (*names[:first], '*', *names[last:])
+                    part, path = names[: max(first - 1, 0)], str(of.paths[number])
+                    owners[names] = _Owner(path, part, around, of, number)
     return owners
 
 
@@ -260,35 +298,28 @@ def _check_transformation(owners: dict[Names, _Owner], new: Any, old: Any) -> No
         )
 
 
-def _check_rows(
-    owners: dict[Names, _Owner], new: Any, old: Any, leaves: Leaves, trained: Any
-) -> None:
+def _check_rows(owners: dict[Names, _Owner], new: Any, old: Any) -> None:
     """Raises if rows are frozen, and nobody says which they were in the old state."""
     for names, made in new:
-        number, name, _ = owners[names]
-        if number < 0:
+        owner = owners[names]
+        if owner.number < 0:
             continue
-        shape = np.shape(leaves.values[number])
+        shape = owner.shape
         cut = shape_of(made) == shape and is_cut(old.get(names), shape)
-        if cut or isinstance(trained[number], Choice):
+        if cut or isinstance(owner.trained, Choice):
             raise errors.StructureError(
-                f'sg.adopt: rows of {name!r} are frozen, in the old state or in the '
-                'new one.\n'
+                f'sg.adopt: rows of {owner.name!r} are frozen, in the old state or in '
+                'the new one.\n'
                 'A state does not tell which rows it is of.\n'
                 'Give the transformation that made it: sg.adopt(tx, params, state, '
                 'old=old_tx).'
             )
 
 
-def _names_of(keys: Iterable[Any]) -> Names:
-    """The names of a key path; a box, or a Variable of NNX, is its value."""
-    return tuple(name_of(key) for key in keys if key != GetAttrKey('value'))
-
-
 def _named(state: Any) -> list[tuple[Names, Any]]:
     """The values of a state, with the names that lead to them."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_one)
-    return [(_names_of(keys), value) for keys, value in pairs]
+    return [(names_of(keys), value) for keys, value in pairs]
 
 
 def _is_one(node: Any) -> bool:

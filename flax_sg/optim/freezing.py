@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.optim.masks import parameters_of, trained_leaves
+from flax_sg.optim.selections import Marked, Selection, around, inside, selections
 from flax_sg.trees.beside import beside, other_shape
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -23,8 +25,9 @@ from flax_sg.trees.leaves import (
     check_unused,
     is_number,
     is_whole,
+    shape_of,
 )
-from flax_sg.trees.rows import Choice, choice_of
+from flax_sg.trees.rows import Choice, among, choice_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -42,29 +45,42 @@ class Freeze:
     where: filters.Filter | Declared
     unused: str
 
-    def parameters(self, params: Any, unused: str = 'ignore') -> tuple[Leaves, Any]:
+    def _parameters(
+        self, params: Any, unused: str = 'ignore'
+    ) -> tuple[Leaves, list[Any], tuple[Leaves, list[Any]]]:
         """The parameters, and for each whether it is trained, or which rows or part.
 
         Args:
             params: the parameters, or gradients in their place.
             unused: what to do with a filter that matches nothing.
+
+        Returns:
+            Both twice: as they are given, and as whole arrays, if freezes around this
+            one have cut some.
         """
         leaves = parameters_of(params)
+        whole, cut = around().whole(leaves)
         with raised_by('sg.freeze'):
             # optax asks for the state of parameters without leaves.
             unused = unused if leaves.values else 'ignore'
-            said = trained_leaves(leaves, self.where, unused)
-        return leaves, [
+            said = trained_leaves(whole, self.where, unused)
+        found = [
             choice_of(takes, leaf, path) or takes
-            for takes, (path, leaf) in zip(said, leaves, strict=True)
+            for takes, (path, leaf) in zip(said, whole, strict=True)
         ]
+        both = [*map(among, cut, found, map(shape_of, whole.values))]
+        return leaves, [one for one, _ in both], (whole, [one for _, one in both])
 
     def init(self, params: Any) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
-        leaves, trained = self.parameters(params, self.unused)
-        if leaves.values and not any(trained):
+        marks = around().marks
+        unused = 'ignore' if marks else self.unused
+        leaves, trained, of_whole = self._parameters(params, unused)
+        if leaves.values and not any(trained) and not marks:
             self._warn_of_nothing()
-        return self.tx.init(pruned(leaves, trained))
+        with inside(*of_whole):
+            state = self.tx.init(pruned(leaves, trained))
+        return Marked(state, Selection.of(*of_whole)) if marks else state
 
     def _warn_of_nothing(self) -> None:
         """Warns that nothing is trained, unless the filter says so plainly."""
@@ -87,26 +103,28 @@ class Freeze:
         for name in ('value_fn', 'grad_fn', 'obj_fn'):
             if name in extra:
                 raise _of_all_parameters(name)
-        leaves, trained = self.parameters(updates if params is None else params)
-        grads = leaves.values
-        if params is not None:
-            grads = beside(leaves, updates, trained)
-        for name, value in extra.items():  # Other trees like the parameters.
-            found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-            if treedef == leaves.treedef:
-                extra[name] = pruned(leaves, trained, found)
-        shown = pruned(leaves, trained)
-        rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
-        seen = leaves.treedef.unflatten(map(_seen, rows, grads))
-        given = None if params is None else shown
-        try:
-            new, after = self.tx.update(seen, state, given, **extra)
-            out = map(_update, rows, leaves.treedef.flatten_up_to(new))
-            updates = leaves.restore(out)
-        except (ValueError, TypeError, KeyError) as error:
-            if _are_alike(state, jax.eval_shape(self.tx.init, shown)):
-                raise
-            raise _foreign(leaves, trained) from error
+        given = updates if params is None else params
+        leaves, trained, of_whole = self._parameters(given)
+        with inside(*of_whole):
+            shown, grads = pruned(leaves, trained), leaves.values
+            if params is not None:
+                spared = functools.cache(lambda: _frozen_in(self.tx, shown))
+                grads = beside(leaves, updates, trained, spared)
+            for name, value in extra.items():  # Other trees like the parameters.
+                found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
+                if treedef == leaves.treedef:
+                    extra[name] = pruned(leaves, trained, found)
+            rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
+            seen = leaves.treedef.unflatten(map(_seen, rows, grads))
+            own = None if params is None else shown
+            try:
+                new, after = self.tx.update(seen, state, own, **extra)
+                out = map(_update, rows, leaves.treedef.flatten_up_to(new))
+                updates = leaves.restore(out)
+            except (ValueError, TypeError, KeyError) as error:
+                if _are_alike(state, jax.eval_shape(self.tx.init, shown)):
+                    raise
+                raise _foreign(leaves, trained) from error
         cuts = any(isinstance(takes, Choice) for takes in trained)
         if cuts and not _are_alike(state, after):  # One row became several.
             raise _foreign(leaves, trained)
@@ -157,6 +175,8 @@ def freeze(
     >>> optax.apply_updates(params, updates)['head'].tolist()
     [-1.0]
 
+    A freeze around a freeze freezes what either of them names.
+
     If rows of an array are frozen (``sg.at`` with an index of the first axes: layers of
     a stack), the optimizer sees the other rows, as an array of their own. If another
     part of an array is frozen, it sees the whole array with a zero gradient in that
@@ -165,7 +185,9 @@ def freeze(
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``, whose accumulators shrink
             too.
-        where: what is **frozen**: any kind of filter. By default what the classes in
+        where: what is **frozen**: any kind of filter. In a tree of bools, True is
+            frozen: for a mask of what is trained, as optax's are, write
+            ``sg.freeze(tx, ~filters.as_filter(mask))``. By default what the classes in
             the tree declare as not trained, see ``sg.trainable``. Integers, keys and
             ``NonDifferentiable`` are frozen in any case.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
@@ -184,7 +206,8 @@ def freeze(
 
     Raises:
         ArgumentTypeError: if ``tx`` is no optax transformation.
-        FilterTypeError: if ``where`` is no filter.
+        FilterTypeError: if ``where`` is no filter, or one of what is trained, as
+            ``sg.live`` makes it.
         UnusedFilterError: at ``init``, if a part of ``where`` matches no parameter. If
             ``where`` names all of them, it warns.
         StructureError: at ``update``, if a gradient lacks something that is trained.
@@ -199,8 +222,10 @@ def freeze(
         write = "sg.freeze(optax.adam(1e-3), 'backbone/**')"
         raise wrong_argument(tx, 'optax transformation', write)
     check_unused(unused)
-    chosen = where if isinstance(where, Declared) else filters.as_filter(where)
-    frozen = Freeze(optax.with_extra_args_support(tx), chosen, unused)
+    if not isinstance(where, Declared):
+        call = 'sg.freeze(tx, {})'
+        where = filters.named(filters.as_filter(where), 'frozen', call)
+    frozen = Freeze(optax.with_extra_args_support(tx), where, unused)
     return optax.GradientTransformationExtraArgs(frozen.init, frozen.update)
 
 
@@ -235,6 +260,8 @@ def _seen(row: _Row, gradient: Any) -> Any:
     Gradients for each example have axes in front.
     """
     takes, path, leaf = row
+    if takes and gradient is ABSENT:  # A freeze in the optimizer drops it.
+        gradient = jnp.zeros_like(leaf)
     if not isinstance(takes, (filters.Part, Choice)):
         return gradient if takes else ABSENT
     own, shape = np.shape(leaf), np.shape(gradient)
@@ -270,6 +297,16 @@ def _nothing(leaf: Any) -> Any:
         return np.broadcast_to(-zero if inexact else zero, np.shape(leaf))
 
     return jax.tree.map(constant, leaf)
+
+
+def _frozen_in(tx: Any, params: Any) -> set[Any]:
+    """The places of the parameters that a freeze in a transformation leaves alone."""
+    return {
+        path.place
+        for found in selections(tx, params).values()
+        for path, takes in zip(found.paths, found.trained, strict=True)
+        if not takes
+    }
 
 
 def _are_alike(state: Any, other: Any) -> bool:

@@ -29,7 +29,7 @@ from flax_sg.trees.trainable import Declared, chosen
 
 def mask(
     tree: Any,
-    *,
+    *where: Any,
     trained: filters.Where | Declared | Absent = ABSENT,
     frozen: filters.Where | Declared | Absent = ABSENT,
     unused: str = 'raise',
@@ -56,6 +56,7 @@ def mask(
 
     Args:
         tree: parameters, or their shapes (``jax.eval_shape``).
+        *where: none: a filter without a name does not say its side, and raises.
         trained: the parameters that are True: any kind of filter. What has no gradient
             (integers, keys, ``NonDifferentiable``) is False.
         frozen: in its place, these are True, and what has no gradient. The mask is the
@@ -74,13 +75,15 @@ def mask(
     Raises:
         ArgumentValueError: unless either ``trained`` or ``frozen`` is given.
         UnusedFilterError: if a part of the filter matches no leaf.
+        FilterTypeError: if the filter is known to name the other side.
         ArgumentTypeError: if what ``trained`` matches has no gradient.
         PartError: if a part that the filter means does not fit its array, or is traced.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
-    if is_absent(trained) == is_absent(frozen):
+    if where or is_absent(trained) == is_absent(frozen):
+        got = 'neither' if is_absent(trained) and is_absent(frozen) else 'both'
         raise errors.ArgumentValueError(
-            f'mask() got {"neither" if is_absent(trained) else "both"} of trained= and '
+            f'mask() got {"a filter without" if where else got + " of"} trained= and '
             'frozen=.\n'
             'A mask is True at what you name, and the other way round it freezes what '
             'should be trained.\n'
@@ -88,7 +91,10 @@ def mask(
             "frozen='backbone/**')."
         )
     leaves = parameters_of(tree, 'sg.mask(tree, trained=where)')
-    side = 'trained' if is_absent(frozen) else 'frozen'
+    side, given = ('trained', trained) if is_absent(frozen) else ('frozen', frozen)
+    if not isinstance(given, Declared | Absent):
+        call = f'sg.mask(params, {side}={{}})'
+        filters.named(filters.as_filter(given), side, call)
     with raised_by(f'sg.mask({side}=...)'):
         if is_absent(frozen):
             [said] = chosen([leaves], trained, unused)

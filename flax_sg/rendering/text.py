@@ -121,7 +121,7 @@ def repeated(
     >>> repeated([*paths, ('head',)], [1, 2, 1, 2, 1])
     [(('block_[0-1]', 'a'), [0, 2]), (('block_[0-1]', 'b'), [1, 3]), (('head',), [4])]
     >>> repeated([(f'layer_{n}',) for n in range(12)], [0] * 12)[0][0]
-    ('layer_*',)
+    ('layer_{0..11}',)
 
     Args:
         paths: the names of each row, in tree order.
@@ -134,31 +134,40 @@ def repeated(
     # Deepest level first: rows below a row are joined before the row is compared.
     for level in reversed(range(max(map(len, paths), default=0))):
         rows = _joined(rows, level)
-    return [(row.names, row.members) for row in rows]
+    return [(_as_globs(row, paths[row.members[0]]), row.members) for row in rows]
+
+
+def _as_globs(row: _Row, one: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a row; in one of several rows each is a glob."""
+    if len(row.members) == 1:
+        return row.names
+    pairs = zip(row.names, one, strict=True)
+    return tuple(_literal(name) if name == its else name for name, its in pairs)
+
+
+def _literal(name: str) -> str:
+    """The glob that takes a name and no other."""
+    return re.sub(r'([*?\[\\{])', r'\\\1', name)
 
 
 def _joined(rows: list[_Row], level: int) -> list[_Row]:
     """Joins rows with equal subtrees whose names differ at one level."""
     groups = itertools.groupby(rows, key=lambda row: row.names[: level + 1])
     runs: list[list[list[_Row]]] = []
-    siblings: list[tuple[str, ...]] = []
-    for names, group in groups:
+    for _, group in groups:
         subtree = list(group)
-        siblings += [names] * (len(names) > level)
         if runs and _follows(runs[-1][-1], subtree, level):
             runs[-1].append(subtree)
         else:
             runs.append([subtree])
     out: list[_Row] = []
     for run in runs:
-        for name, some in _globs(run, level, siblings) if run[1:] else [('', run)]:
-            for same in zip(*some, strict=True):
-                names, content, _ = same[0]
-                if some[1:]:
-                    names = (*names[:level], name, *names[level + 1 :])
-                out.append(
-                    _Row(names, content, [n for row in same for n in row.members])
-                )
+        name = _glob(*(run[n][0].names[level] for n in (0, -1))) if run[1:] else ''
+        for same in zip(*run, strict=True):
+            names, content, _ = same[0]
+            if run[1:]:
+                names = (*names[:level], name, *names[level + 1 :])
+            out.append(_Row(names, content, [n for row in same for n in row.members]))
     return out
 
 
@@ -174,7 +183,7 @@ def _follows(one: list[_Row], other: list[_Row], level: int) -> bool:
     left, right = _numbered(first[level]), _numbered(second[level])
     if not left[1] or not right[1] or below(one) != below(other):
         return False
-    return (right[0], int(right[1]), right[2]) == (left[0], int(left[1]) + 1, left[2])
+    return right == (left[0], str(int(left[1]) + 1).zfill(len(left[1])), left[2])
 
 
 def _numbered(name: str) -> tuple[str, str, str]:
@@ -183,20 +192,12 @@ def _numbered(name: str) -> tuple[str, str, str]:
     return (found[1], found[2], found[3]) if found else (name, '', '')
 
 
-def _globs(
-    run: list[list[_Row]], level: int, siblings: Sequence[tuple[str, ...]]
-) -> list[tuple[str, list[list[_Row]]]]:
-    """One glob for numbered subtrees, or one for those that share all but a digit."""
-    parent, (stem, _, end) = run[0][0].names[:level], _numbered(run[0][0].names[level])
-    tens: dict[str, dict[str, list[_Row]]] = {}
-    for subtree in run:
-        number = _numbered(subtree[0].names[level])[1]
-        tens.setdefault(number[:-1], {})[number[-1]] = subtree
-    pattern = re.compile(f'{re.escape(stem)}.*{re.escape(end)}', re.DOTALL)
-    names = (names[level] for names in siblings if names[:level] == parent)
-    if len(tens) > 1 and sum(map(bool, map(pattern.fullmatch, names))) == len(run):
-        return [(f'{stem}*{end}', run)]
-    return [
-        (f'{stem}{head}[{min(some)}-{max(some)}]{end}', [*some.values()])
-        for head, some in tens.items()
-    ]
+def _glob(first: str, last: str) -> str:
+    """The glob of consecutive names: a class of digits, or a range of numbers."""
+    stem, low, end = _numbered(first)
+    _, high, _ = _numbered(last)
+    if low[:-1] == high[:-1]:
+        numbers = f'{low[:-1]}[{low[-1]}-{high[-1]}]'
+    else:
+        numbers = f'{{{low}..{high}}}'
+    return f'{_literal(stem)}{numbers}{_literal(end)}'

@@ -201,6 +201,8 @@ class Rewrite:
     def __post_init__(self) -> None:
         object.__setattr__(self, 'collections', _collections(self.collections))
         check_unused(self.unused)
+        if isinstance(self.rule, StopGradient):
+            filters.named(self.where, 'frozen', 'nn.stop_gradient({})')
 
     def __repr__(self) -> str:
         more = f', collections={self.collections!r}'

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed
@@ -18,7 +19,7 @@ from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
 from flax_sg.trees import beside, leaves
 
-MOVES, STUCK, DRIFTS, STILL = 'moves', 'stuck', 'drifts', 'still'
+MOVES, PARTLY, STUCK, DRIFTS, STILL = 'moves', 'partly', 'stuck', 'drifts', 'still'
 # By whether a value changes, and whether it has a gradient.
 _STATUS = {
     (True, True): MOVES,
@@ -28,6 +29,7 @@ _STATUS = {
 }
 WORDS = {
     MOVES: Word(MOVES, 'its value changes'),
+    PARTLY: Word(PARTLY, 'some rows of it change, and others stand still'),
     STUCK: Word(
         STUCK,
         'it has a gradient and stays: a mask, a rate of zero, or an update below the '
@@ -47,8 +49,10 @@ class Moves(Shown):
 
     Attributes:
         parameters: the path of each parameter.
-        status: for each ``'moves'``, ``'stuck'``, ``'drifts'`` or ``'still'``.
-        reasons: why a parameter is certainly stuck; ``''`` otherwise.
+        status: for each ``'moves'``, ``'partly'``, ``'stuck'``, ``'drifts'`` or
+            ``'still'``.
+        reasons: why a parameter is certainly stuck, or which of its rows stand still;
+            ``''`` otherwise. Rows are those of an array of several axes.
         moved: the share of its elements that change.
     """
 
@@ -132,7 +136,8 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
 
     Returns:
         A report of the real and complex leaves. A name begins with the collection if
-        there are several.
+        there are several. If rows of a parameter stand still, the report names them:
+        frozen rows and layers do, but also rows that a batch does not read.
 
     Raises:
         ArgumentValueError: if both trees have the same Variables, which a step changes
@@ -167,9 +172,12 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
     largest = max((row[1] for row in compared if row[0] and row[3]), default=0.0)
     status: list[str] = []
     reasons: list[str] = []
-    for (_, value), (share, _, finest, has) in zip(old, compared, strict=True):
+    for (_, value), (share, _, finest, has, rows) in zip(old, compared, strict=True):
         moves, reason = bool(share), ''
         status.append(_STATUS[moves, moves if gradients is None else bool(has)])
+        if moves and not rows.all():
+            reason = _rows(~rows, 'stands still', 'stand still')
+            status[-1] = PARTLY if status[-1] == MOVES else status[-1]
         if status[-1] == STUCK and 0 < largest < finest:
             reason = 'updates as large as the others are lost in the rounding of '
             reason += str(jnp.result_type(value))
@@ -194,32 +202,63 @@ def assert_moves_only(
     Args:
         before: the parameters before the step, as for ``testing.moves``.
         after: the same after it.
-        where: the parameters, a filter of any kind. Running statistics move, too: name
-            them, or compare the parameters alone.
+        where: the parameters, a filter of any kind, such as ``sg.live`` makes. Of a
+            parameter of which it means some rows or elements, one of these has to
+            move, and none of the others. Running statistics move, too: name them, or
+            compare the parameters alone.
         gradients: the gradients, as for ``testing.moves``. The message then tells more.
 
     Raises:
         ExpectationError: an ``AssertionError`` that says which parameters do otherwise.
         UnusedFilterError: if a part of ``where`` selects no parameter.
-        PartError: if ``where`` selects a part of a parameter.
+        PartError: if a part that ``where`` means does not fit its parameter.
     """
     who, where = named(where), filters.as_filter(where)
     report = moves(before, after, gradients)
     [said] = leaves.selected([report.parameters], where)
-    takes = leaves.whole(said, report.parameters, 'assert_moves_only')
+    pairs = [*zip(_parameters(before), _parameters(after), strict=True)]
+    found: dict[str, list[tuple[int, str]]] = {'does not move': [], 'moves': []}
+    for n, takes in enumerate(said):
+        changes = report.status[n] in (MOVES, PARTLY, DRIFTS)
+        why = report.reasons[n] or WORDS[report.status[n]].meaning
+        if isinstance(takes, filters.Part) and changes:
+            (path, old), (_, new) = pairs[n]
+            changed = np.asarray(_differ(old, new))
+            inside = changed & takes.mask(changed.shape, path)
+            changes, rest = bool(inside.any()), changed & ~inside
+            why = why if changes else 'what is named of it stands still'
+            if rest.any():
+                verbs = 'changes, and was not named', 'change, and were not named'
+                found['moves'].append((n, _rows(rest, *verbs)))
+        if bool(takes) != changes:
+            found['moves' if changes else 'does not move'].append((n, why))
     lines: list[str] = []
-    for is_named, what in ((True, 'does not move'), (False, 'moves')):
-        moved = [status in (MOVES, DRIFTS) for status in report.status]
-        some = [n for n, took in enumerate(takes) if took == is_named != moved[n]]
-        for n in some[:1]:
-            why = report.reasons[n] or WORDS[report.status[n]].meaning
-            names = [report.names[n] for n in some]
-            lines += [f'It {what} {listed(names)}.', f'{names[0]}: {why}.']
+    for what, some in found.items():
+        for n, why in some[:1]:
+            names = [report.names[n] for n, _ in some]
+            lines += [f'It {what} {listed(names)}.', f'{report.names[n]}: {why}.']
     if lines:
         lines = [f'Expected the step to move {who} and nothing else.', *lines]
         raise errors.ExpectationError(
             '\n'.join([*lines, 'To keep some as they are: sg.freeze(tx, where).'])
         )
+
+
+def _rows(some: Any, one: str, several: str) -> str:
+    """What the rows do in which there is one of some elements; '' if there is none.
+
+    >>> _rows(np.array([[True], [True], [True], [False], [True]]), 'moves', 'move')
+    'rows 0 to 2 and 4 move'
+    """
+    rows = np.flatnonzero(some.reshape(len(some), -1).any(axis=1))
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    ends = [(run[0], run[-1]) for run in runs if run.size]
+    texts = [str(a) if a == b else f'{a} to {b}' for a, b in ends]
+    if texts[3:]:
+        texts[3:] = [f'{sum(b - a + 1 for a, b in ends[3:])} more']
+    text = ' and '.join(filter(None, [', '.join(texts[:-1]), *texts[-1:]]))
+    what = f'rows {text} {several}' if len(rows) > 1 else f'row {text} {one}'
+    return what if texts else ''
 
 
 def _parameters(tree: Any) -> list[tuple[Path, Any]]:
@@ -244,19 +283,29 @@ def _gradients(gradients: Any) -> dict[Any, list[Any]]:
     return found
 
 
+def _differ(old: Any, new: Any) -> Any:
+    """The elements that change."""
+    kind = jnp.result_type(old)
+    # What a wider type tells apart is a change, too.
+    wide = kind if jnp.finfo(kind).bits >= 32 else jnp.float32
+    old, new = jnp.asarray(old, wide), jnp.asarray(new, wide)
+    return (new != old) & ~(jnp.isnan(new) & jnp.isnan(old))
+
+
 @jax.jit
-def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, Any, Any, Any]:
+def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, ...]:
     """What became of an array.
 
     Returns:
         The share of the elements that change, the largest change, the largest update
-        that is lost in the rounding wherever there is a gradient, and whether there is.
+        that is lost in the rounding wherever there is a gradient, whether there is, and
+        for each row whether it changes.
     """
     old, new, has = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
     kind, has = old.dtype, has.astype(bool)
+    differ = _differ(old, new)
     wide = kind if jnp.finfo(kind).bits >= 32 else jnp.float32
     old, new = old.astype(wide), new.astype(wide)
-    differ = (new != old) & ~(jnp.isnan(new) & jnp.isnan(old))
     change = jnp.max(jnp.abs(new - old), initial=0)
     # Half the distance to the next number, which is smaller below a power of two.
     eps = float(jnp.finfo(kind).eps) * jnp.isrealobj(old)  # Complex: nothing is proven.
@@ -264,4 +313,6 @@ def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, Any, Any, Any]:
     there = has if has.shape in ((), old.shape) else jnp.any(has)
     finest = jnp.min(lost, where=there, initial=jnp.inf)
     share = jnp.mean(differ) if differ.size else jnp.zeros(())
-    return share, change, finest, jnp.any(has)
+    # An array of one axis has no rows.
+    rows = jnp.any(differ, axis=range(differ.ndim > 1, differ.ndim))
+    return share, change, finest, jnp.any(has), rows

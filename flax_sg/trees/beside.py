@@ -5,7 +5,7 @@ Such a tree is checked here, once, where it enters; what reads it then trusts it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,12 @@ from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, lea
 from flax_sg.trees.tied import each_once
 
 
-def beside(leaves: Leaves, tree: Any, needed: Sequence[Any]) -> list[Any]:
+def beside(
+    leaves: Leaves,
+    tree: Any,
+    needed: Sequence[Any],
+    spared: Callable[[], Collection[Any]] = tuple,
+) -> list[Any]:
     """Checks a gradient of some parameters, which may lack some of them.
 
     ``ABSENT``, None and ``optax.MaskedNode`` may stand in place of each leaf.
@@ -27,6 +32,8 @@ def beside(leaves: Leaves, tree: Any, needed: Sequence[Any]) -> list[Any]:
         leaves: the parameters.
         tree: the gradient.
         needed: the leaves at which it has to have a value.
+        spared: returns the places of leaves at which it may lack one all the same.
+            It is called if something is missing. None by default.
 
     Returns:
         What it has at each leaf, ``ABSENT`` where it has nothing.
@@ -45,6 +52,8 @@ def beside(leaves: Leaves, tree: Any, needed: Sequence[Any]) -> list[Any]:
         values[number] = ABSENT if is_nothing(value) else value
     for path, need, value in zip(leaves.paths, needed, values, strict=True):
         if need and value is ABSENT:
+            if path.place in spared():
+                continue
             raise errors.StructureError(
                 f'there is nothing at {str(path)!r} in the gradient, and it is not '
                 'frozen.\n'

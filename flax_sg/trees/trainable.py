@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -29,6 +29,13 @@ class Declared:
     ``sg.DECLARED`` is the only one. In a tree without declarations it selects every
     real or complex leaf. ``sg.freeze`` freezes the rest.
     """
+
+    def __invert__(self) -> NoReturn:
+        raise errors.FilterTypeError(
+            'sg.DECLARED has no complement: it is no filter.\n'
+            'Give it as it is: wrt=sg.DECLARED differentiates what the classes declare '
+            'as trained,\nand sg.freeze(tx, sg.DECLARED) freezes the rest.'
+        )
 
     def __repr__(self) -> str:
         return 'DECLARED'

@@ -249,7 +249,7 @@ SILENT: dict[str, Callable[[], Any]] = {
     'False': lambda: nn.stop_gradient(False),
     'True': lambda: nn.stop_gradient(True),
     'train_only of all': lambda: nn.train_only(True),
-    'live': lambda: nn.stop_gradient(live_nothing()),
+    'live': lambda: nn.stop_gradient(live_nothing() & True),
     'not live': lambda: nn.train_only(live_nothing()),
     'read_only': lambda: nn.read_only('b/**'),
     'train_only of what is read': lambda: nn.train_only('a/**'),

@@ -72,6 +72,23 @@ class StartsItself(Model):
         return fnn.Module.apply(self, *args, **kwargs)
 
 
+class Calls(fnn.Module):
+    """Calls a module that it is given, in a wrapper of its own."""
+
+    @fnn.compact
+    def __call__(self, x: Any, module: Any) -> Any:
+        return nn.Frozen(module)(x)
+
+
+def nested(wrap: Any) -> None:
+    class Lifts(fnn.Module):
+        @fnn.compact
+        def __call__(self, x: Any) -> Any:
+            return fnn.remat(Calls)()(x, wrap(Model(name='m')))
+
+    Lifts().init(jax.random.key(0), X)
+
+
 class Layer(fnn.Module):
     """A layer of a stack, which may write its parameter."""
 
@@ -362,6 +379,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     'an update of other variables': (
         lambda: mirrored(variables=VARIABLES, state='update'),
         "ArgumentValueError: 'update' | 'hold' | 'eval'",
+    ),
+    'a wrapper as an argument of a lifted class': (
+        lambda: nested(nn.Frozen),
+        'ArgumentTypeError: nn.Frozen(module, where)(x)',
+        lambda: nested(lambda module: module),
     ),
     'what Python asks of a wrapper': (
         lambda: nn.Frozen(MODEL).__wrapped__,

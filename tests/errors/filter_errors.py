@@ -10,9 +10,10 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import flax_sg as sg
-from flax_sg import linen as nn  # noqa: F401 - in the snippets of messages.
+from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.filters import as_filter, of_type
 
@@ -33,6 +34,10 @@ def rows(index: Any) -> Any:
 
 def elements(mask: Any) -> Any:
     return sg.partition({'w': jnp.ones(2)}, mask)[0]
+
+
+def elements_stopped(mask: Any) -> Any:
+    return sg.stop_gradient({'w': jnp.ones(2)}, mask)
 
 
 async def later(path: Any) -> bool:
@@ -65,6 +70,22 @@ class Model(fnn.Module):
         return sum(map(jnp.sum, jax.tree.leaves(self.variables['params'])))
 
 
+actor, tree = fnn.Sequential([fnn.Dense(2)]), {'layers_0': True}
+
+
+def of_two_models(block: Any) -> None:
+    x, key = jnp.ones((2, 2)), jax.random.key(0)
+
+    class Critic(fnn.Module):
+        @fnn.compact
+        def __call__(self, x: Any) -> Any:
+            return fnn.Dense(1, name='q')(x)
+
+    pi, q = actor.init(key, x), Critic().init(key, x)
+    with block:
+        Critic().apply(q, actor.apply(pi, x))
+
+
 def loss(params: Any) -> Any:
     return {'loss': params['head']['w'] * params['body']['w']}
 
@@ -85,6 +106,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: as_filter(''),
         "ArgumentValueError: '**'",
     ),
+    'a class of characters for numbers': (
+        lambda: as_filter('head_[0-11]/**'),
+        "ArgumentValueError: 'head_[0-11]/**' | 'head_{0..11}/**' | '[012]'",
+        lambda: as_filter('head_{0..11}/**'),
+    ),
     'parts that exclude each other': (
         lambda: split(a & b),
         "UnusedFilterError: 'head/*' | 'body/*'",
@@ -93,6 +119,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.at('w', 0.5),
         'PartError',
         "sg.at('embed/embedding', np.s_[:100])",
+    ),
+    'an index that is traced': (
+        lambda: jax.jit(rows)(1),
+        "PartError: jax.jit | sg.stop_gradient(params, {'embed'",
+        lambda: jax.jit(elements_stopped)({'w': jnp.array([True, False])}),
     ),
     'an index that is off': (
         lambda: rows(np.s_[5]),
@@ -143,6 +174,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: jax.jit(found)(True),
         "FilterTypeError: filter_errors.py:LINE | 'encoder' | jax.jit",
     ),
+    'what is trained, to be frozen': (
+        lambda: sg.freeze(tx, live),
+        "FilterTypeError: 'head/w'",
+        'sg.freeze(tx, ~live)',
+    ),
+    'the complement of what is declared': (
+        lambda: ~sg.DECLARED,
+        'FilterTypeError: sg.freeze(tx, sg.DECLARED)',
+        'sg.freeze(tx, sg.DECLARED)',
+    ),
     'the truth of a filter': (
         lambda: a and b,
         "FilterTypeError: 'head/*'",
@@ -150,6 +191,15 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a tree without an answer': (
         lambda: split({'head': True}),
         "ArgumentValueError: 'body/w' | 'params'",
+    ),
+    'a tree with collections': (
+        lambda: split({'params': {'head': True, 'body': False}}),
+        "ArgumentValueError: 'body/w' | tree['params']",
+    ),
+    'a tree of another model': (
+        lambda: of_two_models(nn.stop_gradient(tree)),
+        "ArgumentValueError: 'q/kernel' | 'params' | 'q'",
+        'nn.Frozen(actor, tree)',
     ),
     'a tree of numbers': (
         lambda: split({'head': 1, 'body': False}),
@@ -183,3 +233,4 @@ CASES: dict[str, tuple[Any, ...]] = {
 x, module, value, where = jnp.ones((2, 2)), fnn.Dense(2), jnp.ones(2), '**'
 
 OF = fnn.Dense(2), jnp.ones((2, 2))
+tx, live = optax.sgd(0.1), sg.live(lambda params: params['head']['w'], PARAMS)

@@ -131,6 +131,17 @@ CASES: dict[str, tuple[Any, ...]] = {
         "ArgumentValueError: sg.mask(params, trained='head/**') | "
         "sg.mask(params, frozen='backbone/**')",
     ),
+    'a mask without a side': (
+        lambda: sg.mask(PARAMS, 'head/**'),
+        "ArgumentValueError: sg.mask(params, trained='head/**') | "
+        "sg.mask(params, frozen='backbone/**')",
+    ),
+    'a filter in place of a block': (
+        lambda: sg.stop_gradient(HEADS),
+        "ArgumentTypeError: 'head/**' | nn.stop_gradient(where) | "
+        'sg.stop_gradient(tree, where)',
+        lambda: nn.stop_gradient(HEADS),
+    ),
     'parameters in place of a function': (
         lambda: sg.grad(PARAMS),
         "ArgumentTypeError: sg.grad(loss, wrt='head/**')",

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flax_sg as sg
-from flax_sg import errors
+from flax_sg import errors, linen
 from flax_sg.filters import (
     And,
     BoolTree,
@@ -722,10 +722,110 @@ def test_one_of_several_collections_is_told(tree, where, advised):
     assert tree is BOTH or "Collection('target') & 'head" not in text
 
 
+@pytest.mark.parametrize(
+    ('where', 'line'),
+    [
+        ('inner/enc/**', "Paths begin at the module of the block: 'enc/**'."),
+        ('inner/enc/kernel', "Paths begin at the module of the block: 'enc/kernel'."),
+        (
+            re.compile('inner/enc/.*'),
+            "Paths begin at the module of the block: 'enc/.*'.",
+        ),
+        ('out/**', "It is outside of the module of the block: '/out/**'."),
+        # The front is no text.
+        ('in*/enc/**', 'A pattern matches whole paths'),
+        ('inner/dec/**', 'A pattern matches whole paths'),
+    ],
+)
+def test_a_path_from_the_root_is_told(where, line):
+    class Inner(nn.Module):
+        out: Any
+
+        @nn.compact
+        def __call__(self, x):
+            with linen.stop_gradient(where):
+                return self.out(nn.Dense(2, name='enc')(x))
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Inner(nn.Dense(2, name='out'), name='inner')(x)
+
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        Outer().init(jax.random.key(0), jnp.ones((1, 2)))
+    assert any(text.startswith(line) for text in str(caught.value).splitlines())
+    if line[-1] == '.':  # What is advised is right.
+        write = line.split("'")[1]
+        where = re.compile(write) if isinstance(where, re.Pattern) else write
+        Outer().init(jax.random.key(0), jnp.ones((1, 2)))
+
+
 def test_a_variable_outside_the_module_is_named_with_a_slash():
     outside = Path.of('params', ('encoder', 'w'), ('me',))
     error = as_filter('encoder/**').unused(False, [outside], ('me',))
     assert "Nearest: '/encoder/w'." in str(error)
+
+
+TWELVE = [f'layer_{n}/w' for n in range(13)]
+
+
+@pytest.mark.parametrize(
+    ('text', 'takes'),
+    [
+        ('layer_{0..11}/w', TWELVE[:12]),
+        ('layer_{11..0}/**', TWELVE[:12]),
+        ('layer_{2..2}/*', TWELVE[2:3]),
+        ('layer_{0..1}{0..2}/w', TWELVE[10:]),
+        ('layer_{00..11}/w', TWELVE[10:12]),
+        ('layer_{3,10..11}/w', TWELVE[3:4]),
+        ('layer_{3,{10..11}}/w', [TWELVE[3], *TWELVE[10:12]]),
+        ('{layer_1,layer_12}/**', [TWELVE[1], TWELVE[12]]),
+        ('layer_{[0-2],1?}/w', [*TWELVE[:3], *TWELVE[10:]]),
+        ('{layer_4/w,layer_{5,6}/*,**/x}', TWELVE[4:7]),
+        ('layer_1{,2}/w', [TWELVE[1], TWELVE[12]]),
+        ('layer_[0-9]/w', TWELVE[:10]),
+        ('layer_{1}/w', []),
+        (r'layer_\{0..11}/w', []),
+        (r'layer_{1,2\}/w', []),
+    ],
+)
+def test_numbers_and_alternatives_in_braces(text, takes):
+    glob = as_filter(text)
+    assert [p for p in TWELVE if glob(path(p))] == takes
+    assert pickle.loads(pickle.dumps(glob)) == glob and repr(glob) == f'Glob({text!r})'
+    # A variable whose path it is means itself.
+    assert glob(path(text))
+
+
+def test_padded_numbers():
+    names = [f'l{n:02}' for n in range(8, 12)] + ['l8']
+    assert [n for n in names if as_filter('l{08..11}')(path(n))] == names[:4]
+
+
+@pytest.mark.parametrize(
+    ('text', 'write'),
+    [
+        ('layer_[0-11]/**', 'layer_{0..11}/**'),
+        ('layer_[8-11]/[0-2]/w', 'layer_{8..11}/[0-2]/w'),
+        ('layer_[10-12]', 'layer_{10..12}'),
+        ('layer_[!0-11]/w', 'layer_{0..11}/w'),
+    ],
+)
+def test_a_class_is_no_range_of_numbers(text, write):
+    with pytest.raises(errors.ArgumentValueError) as caught:
+        as_filter(text)
+    said = str(caught.value)
+    assert len(said.splitlines()) == 3 and text in said
+    assert repr(write) in said
+    for fine in 'a[0-9]', '[0-9a-f]', '[a-z0-9]', '[0-35-7]', 'w[0,10]', 'a[0-b]':
+        as_filter(fine)
+
+
+def test_braces_take_no_slash_for_a_number():
+    with pytest.raises(errors.ArgumentValueError, match='No path fits the glob'):
+        as_filter('{a,b/}/w')
+    with pytest.raises(errors.ArgumentValueError, match='No path fits the glob'):
+        as_filter('{a,b**}/w')
 
 
 def test_several_globs_in_one_text_are_no_glob():

@@ -229,6 +229,36 @@ def test_the_gradient_call():
     oracle.assert_same(traced, jax.jit(jax.grad(by_hand))(PARAMS, FULL))
 
 
+def test_a_tree_of_one_of_two_models():
+    class Critic(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(1, name='q')(x)
+
+    actor, critic = linen.Sequential([linen.Dense(3), linen.Dense(3)]), Critic()
+    key, some = jax.random.key(0), {'bias': False, 'kernel': True}
+    tree = {'layers_0': True, 'layers_1': some}
+    both = actor.init(key, X)['params'], critic.init(key, X)['params']
+
+    def loss(actor, of_actor, of_critic):
+        return jnp.sum(critic.apply({'params': of_critic}, run(actor, of_actor)) ** 2)
+
+    def run(actor, params):
+        return actor.apply({'params': params}, X)
+
+    def by_hand(of_actor, of_critic):
+        first, second = (dict(of_actor[f'layers_{n}']) for n in (0, 1))
+        first = jax.lax.stop_gradient(first)
+        second['kernel'] = jax.lax.stop_gradient(second['kernel'])
+        return loss(actor, {'layers_0': first, 'layers_1': second}, of_critic)
+
+    grads = jax.grad(functools.partial(loss, nn.Frozen(actor, tree)), (0, 1))(*both)
+    oracle.assert_same(grads, jax.grad(by_hand, (0, 1))(*both))
+    said = "Nothing of 'q' is in the tree"
+    with pytest.raises(errors.ArgumentValueError, match=said), nn.stop_gradient(tree):
+        loss(actor, *both)
+
+
 def test_combined_with_other_filters():
     where = filters.as_filter(MASK) & ~filters.as_filter('**/bias') | 'head/bias'
     mask = {

@@ -474,3 +474,21 @@ def test_primitives_without_a_derivative():
     assert flow_of(lax.stop_gradient, A).why('output', '').by.startswith('stop_grad')
     with refused('igamma_grad_a'):
         flow_of(lambda p: lax.igamma_grad_a(p, jnp.ones_like(p)), A)
+
+
+def test_several_arguments_have_the_names_of_the_function():
+    def losses(generator, noise, critic, *more):
+        return {'adversarial': jnp.sum(generator['w'] * noise) * critic['w']}
+
+    one, line = {'w': jnp.ones(())}, 'Of the arguments 0 is generator, 2 is critic.'
+    report = sg.gradient_flow(losses, one, 1.0, one, argnums=(0, 2))
+    assert report.names == ('0/w', '2/w') and line in str(report).splitlines()
+    jitted = sg.gradient_flow(jax.jit(losses), one, 1.0, one, argnums=(0, 2))
+    assert line in str(jitted).splitlines()
+    # Alone, it has no number; and of some arguments there is no name.
+    assert 'arguments' not in str(sg.gradient_flow(losses, one, 1.0, one))
+    report = sg.gradient_flow(losses, one, 1.0, one, one, argnums=(0, 3))
+    assert 'Of the arguments 0 is generator.' in str(report).splitlines()
+    nameless = sg.gradient_flow(lambda *args: args[0]['w'], one, one, argnums=(0, 1))
+    assert 'arguments' not in str(nameless)
+    assert hash(report) == hash(dataclasses.replace(report))

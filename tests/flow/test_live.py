@@ -41,7 +41,7 @@ def by_hand(params: Any, x: jax.Array) -> Any:
 
 
 def selected(where: Any, params: Any = PARAMS) -> list[str]:
-    mask = sg.mask(params, trained=where)
+    mask = sg.mask(params, trained=as_filter(where) & True)  # Of any side.
     return [str(path) for path, take in leaves_of(mask) if take]
 
 
@@ -82,7 +82,7 @@ def test_it_may_be_derived_inside_of_the_step_and_keeps_no_tracer():
     def step(params, variables, x):
         scale = 2.0 * x[0, 0]
         live = sg.live(lambda v: v['params']['bias'] * scale, variables)
-        with nn.stop_gradient(live):
+        with nn.stop_gradient(live & True):
             y = model.apply(variables, x)
         live = sg.live(lambda p: scale * loss(p, x), params)
         return y, sg.grad(lambda p: scale * loss(p, x), wrt=live)(params)
@@ -104,9 +104,9 @@ def test_every_gradient_call_takes_it():
     oracle.assert_same((found, grads['head']), (value, head))
     assert grads['body'] == {'b': sg.ABSENT, 'w': sg.ABSENT}
     oracle.assert_same(sg.grad(loss, wrt=live & 'head/**')(PARAMS, X), grads)
-    both = Derived(
-        live.selected | {('params', ('',))}, live.known | {('params', ('',))}
-    )
+    root = {('params', ('',))}
+    [found] = live.filters
+    both = Derived(found.selected | root, found.known | root)
     oracle.assert_same(sg.vjp(loss, PARAMS, X, wrt=both)[1](1.0)[0], grads)
 
 
@@ -130,11 +130,11 @@ def test_a_block_of_a_module_takes_it_by_names_from_this_module():
     live = sg.live(lambda p: p['a'], params['inner'])
 
     def out(params):
-        return jnp.sum(Outer(live).apply({'params': params}, X))
+        return jnp.sum(Outer(live & True).apply({'params': params}, X))
 
     with pytest.raises(errors.UnknownNameError, match="There was no 'a/kernel'"):
         whole = sg.live(lambda p: p['inner']['a'], params)
-        Outer(whole).apply({'params': params}, X)
+        Outer(whole & True).apply({'params': params}, X)
     grads = jax.grad(out)(params)['inner']
     assert oracle.is_zero(grads['a'])
     assert not oracle.is_zero(grads['b'])
@@ -153,7 +153,7 @@ def test_a_derived_selection_may_be_empty():
     assert jax.tree.leaves(state) == []
     model = nn.Dense(3)
     variables = model.init(jax.random.key(0), X)
-    with nn.stop_gradient(sg.live(lambda v: X.sum(), variables)):
+    with nn.stop_gradient(sg.live(lambda v: X.sum(), variables) & True):
         y = model.apply(variables, X)
     oracle.assert_same(y, model.apply(variables, X))
     # What is written beside it still has to be there.

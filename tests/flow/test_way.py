@@ -243,3 +243,60 @@ def test_nothing_is_explained_before_somebody_asks(monkeypatch):
     assert walked > 0
     report.why('probe', 'lower/kernel')
     assert len(asked) == walked
+
+
+class Tied(nn.Module):
+    """An embedding that is read twice, once through a stop of some kind."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, ids):
+        embed = nn.Embed(6, 3, name='embed')
+        if self.kind == 'input':
+            with nn.stop_gradient('embed/**'):
+                x = embed(ids)
+        elif self.kind == 'mirror':
+            x = nn.mirror(embed)(ids)
+        else:
+            x = embed(ids)
+        x = nn.Dense(3, name='body')(x)
+        if self.kind == 'output':
+            x = jnp.where(jnp.any(embed.embedding > 0), x, 2.0 * x)  # It has none.
+            return embed.attend(lax.stop_gradient(x)) * 1e-3 + nn.Frozen(embed).attend(
+                x
+            )
+        return {'logits': embed.attend(x), 'body': x}
+
+
+@pytest.mark.parametrize('kind', ['input', 'mirror', 'output', 'both'])
+def test_the_uses_of_a_tied_embedding(kind, standard_promotion):
+    ids, model = jnp.arange(4), Tied(kind)
+    params = model.init(jax.random.key(0), ids)['params']
+    report = sg.gradient_flow(lambda p: model.apply({'params': p}, ids), params)
+    why = report.why('output' if kind == 'output' else 'logits', 'embed/embedding')
+    assert why.status == 'flows'
+    trains = {
+        'input': [False, True],
+        'mirror': [False, True],
+        'output': [True, True, False],
+        'both': [True, True],
+    }[kind]
+    assert [use.trains for use in why.uses] == trains
+    lines, first = inspect.getsourcelines(Tied.__call__)
+    here = {f':{first + n} ': text.strip() for n, text in enumerate(lines)}
+    read = {'input': 'x = embed(ids)', 'mirror': 'x = nn.mirror(embed)(ids)'}
+    found = texts([use.line for use in why.uses], here)
+    assert found[0] == read.get(kind, 'x = embed(ids)')
+    said = f'It is trained by {sum(trains)} of {len(trains)} uses:'
+    assert (said in str(why)) == (kind != 'both')
+    if kind != 'both':
+        assert f'  {why.uses[0].line} {"trains it" if trains[0] else "is stop"}' in str(
+            why
+        )
+        # An output that reads it once has one use, and its own verdict.
+        if kind != 'output':
+            alone = report.why('body', 'embed/embedding')
+            assert [use.trains for use in alone.uses] == [False]
+            assert 'uses:' not in str(alone)
+    assert pickle.loads(pickle.dumps(why)) == why

@@ -112,7 +112,7 @@ def test_filters_of_every_kind():
         lambda path: path.parts[:2] == ('body', '0'),
         as_filter('body/**') & ~as_filter('body/1/**'),
         sg.mask(nnx.state(model, nnx.Param), trained='body/0/*'),
-        sg.live(lambda model: model.body[0](X), model),
+        sg.live(lambda model: model.body[0](X), model) & True,
     ):
         assert zeros(stopping(where), model) == [*FIRST, *REST]
         only = zeros(lambda m, w=where: total(nnx.train_only(m, w)), model)
@@ -180,7 +180,7 @@ def test_tied_weights_by_any_of_their_paths(where):
     assert [path for path, _ in flat] == [('above', 'tied', 'kernel')]
     live = sg.live(total, model)
     assert nnx.where(model, live) == nnx.where(model, True)
-    assert len(zeros(stopping(live), model)) == 2
+    assert len(zeros(stopping(live & True), model)) == 2
     paths = []  # A rule gets the first path that the filter takes.
     nnx.substitute(model, lambda path, x: paths.append(path) or x, where='[at]*/**')
     assert paths == ['above/tied/bias', 'above/tied/kernel']

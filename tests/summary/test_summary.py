@@ -317,12 +317,11 @@ runs: list[None] = []
 def test_layers_that_are_trained_and_not_are_two_rows():
     runs.clear()
     assert shown(Deep()) == [
-        'module           class   parameters   trainable   gradient',
-        '─' * 59,
-        '(model)          Deep           240         140   partly',
-        '  layer_[0-4]    Dense          100           0   frozen',
-        '  layer_[5-9]    Dense          100         100   trainable',
-        '  layer_1[0-1]   Dense           40          40   trainable',
+        'module            class   parameters   trainable   gradient',
+        '─' * 60,
+        '(model)           Deep           240         140   partly',
+        '  layer_[0-4]     Dense          100           0   frozen',
+        '  layer_{5..11}   Dense          140         140   trainable',
         '',
         'Trainable: 140 (560 B)   Frozen: 100 (400 B)',
     ]
@@ -373,14 +372,12 @@ def test_rows_of_repeated_layers_that_a_filter_takes_alike_are_one_row():
     assert len(found) == 12 * 2
     assert len(runs) == 1
     assert repr(found).splitlines() == [
-        'selected   path                  module   shape           collection',
-        '─' * 68,
-        'yes        layer_[0-4]/bias      Dense    float32[4]      params',
-        '-          layer_[0-4]/kernel    Dense    float32[4, 4]   params',
-        '-          layer_[5-9]/bias      Dense    float32[4]      params',
-        '-          layer_[5-9]/kernel    Dense    float32[4, 4]   params',
-        '-          layer_1[0-1]/bias     Dense    float32[4]      params',
-        '-          layer_1[0-1]/kernel   Dense    float32[4, 4]   params',
+        'selected   path                   module   shape           collection',
+        '─' * 69,
+        'yes        layer_[0-4]/bias       Dense    float32[4]      params',
+        '-          layer_[0-4]/kernel     Dense    float32[4, 4]   params',
+        '-          layer_{5..11}/bias     Dense    float32[4]      params',
+        '-          layer_{5..11}/kernel   Dense    float32[4, 4]   params',
         '',
         'The filter selects 5 of 24 variables.',
     ]

@@ -68,6 +68,101 @@ def test_the_share_of_elements_that_change():
     assert shares == [1.0, np.float32(1 / 3)]
 
 
+STACK: dict[str, Any] = {
+    'layers': {'w': jnp.linspace(1.0, 2.0, 24).reshape(8, 3), 'b': jnp.ones(8)},
+    'head': jnp.ones(3),
+}
+UPPER = sg.at('layers/**', np.s_[6:])
+
+
+def of_stack(params, x):
+    params = sg.stop_gradient(params, sg.at('layers/**', np.s_[:6]))
+    layers = jnp.tanh(params['layers']['w'] * params['layers']['b'][:, None])
+    return jnp.sum(layers * (x * params['head'])[None])
+
+
+def test_rows_are_told_from_the_rest(standard_promotion):
+    x = jnp.array([0.5, -1.0, 2.0])
+    live = sg.live(of_stack, STACK, x)
+    tx = sg.freeze(optax.adamw(0.1), ~live)
+    grads = sg.grad(of_stack, wrt=live)(STACK, x)
+    updates, _ = tx.update(grads, tx.init(STACK), STACK)
+    new = optax.apply_updates(STACK, updates)
+    testing.assert_moves_only(STACK, new, live)
+    testing.assert_moves_only(STACK, new, live, grads)
+    testing.assert_moves_only(STACK, new, [UPPER, 'head'])
+    found = testing.moves(STACK, new)
+    assert said(found)['layers/w'] == ('partly', 'rows 0 to 5 stand still')
+    assert said(found)['head'] == ('moves', '')
+    assert 'layers/w   partly     rows 0 to 5 stand still' in str(found)
+    # Too much is named, or too little.
+    for where, lines in {
+        'layers/**': ['It moves head.', 'head: its value changes.'],
+        'head': [
+            'It moves layers/b, layers/w.',
+            'layers/b: its value changes.',
+        ],
+    }.items():
+        with pytest.raises(AssertionError) as caught:
+            testing.assert_moves_only(STACK, new, where)
+        assert str(caught.value).splitlines()[1:-1] == lines
+    for rows, lines in (
+        (
+            np.s_[7:],
+            ['It moves layers/w.', 'layers/w: row 6 changes, and was not named.'],
+        ),
+        (
+            np.s_[:6],
+            [
+                'It does not move layers/w.',
+                'layers/w: what is named of it stands still.',
+                'It moves layers/w.',
+                'layers/w: rows 6 to 7 change, and were not named.',
+            ],
+        ),
+    ):
+        where = [sg.at('layers/w', rows), sg.at('layers/b', np.s_[6:]), 'head']
+        with pytest.raises(AssertionError) as caught:
+            testing.assert_moves_only(STACK, new, where)
+        assert str(caught.value).splitlines()[1:-1] == lines
+    # Named, and not moved at all.
+    with pytest.raises(AssertionError, match='It does not move layers/b, layers/w'):
+        testing.assert_moves_only(STACK, {**STACK, 'head': new['head']}, live)
+
+
+@pytest.mark.parametrize(
+    'mask', [np.eye(8, 3, dtype=bool), np.arange(24).reshape(8, 3) % 5 == 0]
+)
+def test_elements_are_told_from_the_rest(mask):
+    where = {'layers': {'w': mask, 'b': False}, 'head': False}
+    w = STACK['layers']['w']
+    new = {**STACK, 'layers': {**STACK['layers'], 'w': jnp.where(mask, w + 1.0, w)}}
+    testing.assert_moves_only(STACK, new, where)
+    one = {**new, 'layers': {**new['layers'], 'w': new['layers']['w'].at[7, 0].set(9)}}
+    with pytest.raises(AssertionError, match='layers/w: row 7 changes, and was not na'):
+        testing.assert_moves_only(STACK, one, where)
+    turned = {**where, 'layers': {'w': ~mask, 'b': False}}
+    with pytest.raises(AssertionError, match='what is named of it stands still'):
+        testing.assert_moves_only(STACK, new, turned)
+
+
+def test_many_rows_are_counted():
+    rows = {'w': jnp.ones((20, 2))}
+    new = {'w': rows['w'].at[jnp.array([1, 3, 5, 6, 9, 12])].add(1.0)}
+    assert said(testing.moves(rows, new))['w'] == (
+        'partly',
+        'rows 0, 2, 4 and 11 more stand still',
+    )
+    new = {'w': rows['w'].at[:19].add(1.0)}
+    assert said(testing.moves(rows, new))['w'][1] == 'row 19 stands still'
+    # What drifts says so, and which rows do not.
+    grads = {'w': jnp.zeros((20, 2))}
+    assert said(testing.moves(rows, new, grads))['w'] == (
+        'drifts',
+        'row 19 stands still',
+    )
+
+
 def test_weight_decay_moves_what_has_no_gradient():
     new = descends(decay=0.1)(PARAMS, X)
     assert said(testing.moves(PARAMS, new, GRADS))['tower/kernel'] == ('drifts', '')
@@ -315,7 +410,7 @@ def test_equal_rows_are_one():
     new = {**params, 'layers_3': shrunk, 'top': top}
     report = testing.moves(params, new, grads)
     assert str(report) == TABLE
-    assert repr(report) == 'Moves(1 moves, 0 stuck, 2 drifts, 7 still)'
+    assert repr(report) == 'Moves(1 moves, 0 partly, 0 stuck, 2 drifts, 7 still)'
     assert [row.name for row in report.matrix(0).rows] == [
         *('layers_[0-2]/bias', 'layers_[0-2]/kernel'),
         *('layers_3/bias', 'layers_3/kernel', 'top/bias', 'top/kernel'),

@@ -1,0 +1,169 @@
+"""A freeze around a freeze: both are one, through whatever stands between them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flax_sg as sg
+import oracle
+from flax_sg import errors
+
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+
+PARAMS: Any = {
+    'w': jnp.linspace(-1.0, 1.0, 18).reshape(6, 3),
+    'a': jnp.linspace(0.5, 1.0, 3),
+    'b': jnp.linspace(2.0, 1.0, 3),
+    'c': jnp.ones(2),
+}
+
+
+def loss(p: Any) -> Any:
+    rows = jnp.sin(p['w'] * p['a'][None]) * p['b'][None]
+    return jnp.sum(rows) + jnp.sum(p['w'] ** 4) + jnp.sum(p['c'] ** 2)
+
+
+# What stands between both freezes; none of it looks at several parameters at once.
+BETWEEN: dict[str, Callable[[Any], Any]] = {
+    'nothing': lambda tx: tx,
+    'a chain': lambda tx: optax.chain(optax.clip(0.5), tx, optax.scale(0.5)),
+    'steps': lambda tx: optax.MultiSteps(tx, 2),
+    'finite': lambda tx: optax.apply_if_finite(tx, 2),
+    'hyperparameters': lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(rate=0.5),
+    'groups': lambda tx: optax.multi_transform(
+        {'x': tx, 'y': optax.sgd(0.1)}, dict(w='x', a='x', b='x', c='y')
+    ),
+}
+# What the inner one freezes, what the outer one does, and both together.
+PAIRS: dict[str, tuple[Any, Any, Any]] = {
+    'whole': ('a', 'b', ['a', 'b']),
+    'the same': ('a', ['a', 'b'], ['a', 'b']),
+    'rows behind rows': (
+        sg.at('w', np.s_[4:]),
+        sg.at('w', np.s_[:2]),
+        sg.at('w', [0, 1, 4, 5]),
+    ),
+    'rows and the same rows': (
+        sg.at('w', np.s_[1:3]),
+        ['a', sg.at('w', np.s_[:2])],
+        ['a', sg.at('w', np.s_[:3])],
+    ),
+    'rows and all': ('w', sg.at('w', np.s_[:2]), 'w'),
+    'all and rows': (sg.at('w', np.s_[:2]), ['w', 'b'], ['w', 'b']),
+    'more rows than there are outside': (
+        sg.at('w', np.s_[:4]),
+        sg.at('w', np.s_[:2]),
+        sg.at('w', np.s_[:4]),
+    ),
+    'rows of an array by its shape': (
+        sg.arrays(lambda x: x.shape == (6, 3)) & sg.at(True, np.s_[4:]),
+        sg.at('w', np.s_[:2]),
+        sg.at('w', [0, 1, 4, 5]),
+    ),
+}
+
+
+GRADS = [jax.grad(loss)(jax.tree.map(lambda x, n=n: x * n, PARAMS)) for n in (1, 2, 3)]
+
+
+def pruned(full: Any, wrt: Any) -> Any:
+    """The gradients that ``sg.grad(loss, wrt=wrt)`` returns."""
+    part = sg.grad(lambda p: sum(map(jnp.sum, jax.tree.leaves(p))), wrt=wrt)(PARAMS)
+    return {k: v if v is sg.ABSENT else v * full[k] for k, v in part.items()}
+
+
+def steps(tx: Any, wrt: Any = None) -> Any:
+    """Some steps, with gradients of what is trained alone if that is said."""
+    params, state = PARAMS, tx.init(PARAMS)
+    for full in GRADS:
+        given = full if wrt is None else pruned(full, wrt)
+        updates, state = tx.update(given, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize('between', BETWEEN)
+@pytest.mark.parametrize('pair', PAIRS)
+def test_two_freezes_are_one(between, pair):
+    inner, outer, both = PAIRS[pair]
+    wrap = BETWEEN[between]
+    nested = sg.freeze(wrap(sg.freeze(optax.adamw(0.1), inner)), outer)
+    joined = sg.freeze(wrap(optax.adamw(0.1)), both)
+    expected, _ = steps(joined)
+    for wrt in None, ~sg.filters.as_filter(both):
+        oracle.assert_same(steps(nested, wrt)[0], expected)
+
+
+def test_rows_within_rows_have_a_state_of_their_own():
+    inner, outer, both = PAIRS['rows behind rows']
+    nested = sg.freeze(sg.freeze(optax.adam(0.1), inner), outer)
+    oracle.assert_same(steps(nested)[1], steps(sg.freeze(optax.adam(0.1), both))[1])
+    # A program that was jitted under other rows is not found again.
+    jitted = sg.freeze(optax.adam(0.1), inner)
+    jitted = optax.GradientTransformation(jax.jit(jitted.init), jax.jit(jitted.update))
+    for rows in np.s_[:2], np.s_[2:4], np.s_[:2]:
+        outer = sg.at('w', rows)
+        nested = sg.freeze(jitted, outer)
+        both = [inner, outer]
+        expected, _ = steps(sg.freeze(optax.adam(0.1), both))
+        moved, still = steps(nested)[0], ~sg.filters.as_filter(both)
+        sg.testing.assert_moves_only(PARAMS, moved, still)
+        np.testing.assert_allclose(moved['w'], expected['w'], rtol=1e-6)
+
+
+def test_elements_within_rows():
+    # The inner one means columns, and keeps a state of all of the rows that it sees.
+    by_mask: Any = {'w': np.arange(18).reshape(6, 3) % 3 == 1}
+    by_mask |= dict.fromkeys('abc', False)
+    for columns in sg.at('w', np.s_[:, 1]), by_mask:
+        nested = sg.freeze(sg.freeze(optax.adam(0.1), columns), sg.at('w', np.s_[:2]))
+        params, state = steps(nested)
+        expected, _ = steps(sg.freeze(optax.adam(0.1), [columns, sg.at('w', [0, 1])]))
+        oracle.assert_same(params, expected)
+        assert state[0].mu['w'].shape == (4, 3)
+        assert oracle.is_zero(state[0].mu['w'][:, 1])
+
+
+def test_a_clip_between_both_counts_what_it_is_given():
+    clip, sgd = optax.clip_by_global_norm(1.0), optax.sgd(1.0)
+    tx = sg.freeze(optax.chain(clip, sg.freeze(sgd, 'a')), 'b')
+    full, state = jax.grad(loss)(PARAMS), tx.init(PARAMS)
+    updates, _ = tx.update(full, state, PARAMS)
+    by_hand = clip.update({**full, 'b': None}, clip.init(None))[0]
+    oracle.assert_same(updates['w'], -by_hand['w'])
+    pruned, _ = tx.update(sg.grad(loss, wrt=['w', 'c'])(PARAMS), state, PARAMS)
+    by_hand = clip.update({'w': full['w'], 'c': full['c']}, clip.init(None))[0]
+    np.testing.assert_array_equal(pruned['w'], -by_hand['w'])
+
+
+def test_what_no_freeze_drops_has_to_have_a_gradient():
+    tx = sg.freeze(optax.chain(optax.clip(1.0), sg.freeze(optax.adam(0.1), 'a')), 'b')
+    part = sg.grad(loss, wrt=['a', 'c'])(PARAMS)
+    with pytest.raises(errors.StructureError, match="nothing at 'w' in the gradient"):
+        tx.update(part, tx.init(PARAMS), PARAMS)
+
+
+def test_rows_of_nested_freezes_are_adopted():
+    adam = optax.adam(0.1)
+
+    def nested(run: Any, task: Any) -> Any:
+        inside = optax.chain(optax.clip(9.0), sg.freeze(adam, sg.at('w', run)))
+        return sg.freeze(inside, sg.at('w', task))
+
+    old, new = nested([5], [0, 1]), nested([5], [3, 4])
+    _, state = steps(old)
+    assert state[1][0].mu['w'].shape == (3, 3)
+    found: dict[str, Any] = {}
+    adopted = sg.adopt(new, PARAMS, state, old=old, report=found.update)
+    whole = jnp.zeros((6, 3)).at[jnp.array([2, 3, 4])].set(state[1][0].mu['w'])
+    oracle.assert_same(adopted[1][0].mu['w'], whole[jnp.array([0, 1, 2])])
+    assert found['in part'] == ['w']
+    with pytest.raises(errors.StructureError, match="rows of 'w' are frozen"):
+        sg.adopt(new, PARAMS, state)

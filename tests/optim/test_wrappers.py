@@ -1,0 +1,255 @@
+"""A freeze inside of other transformations is found, whatever wraps it."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx, serialization
+
+import flax_sg as sg
+import oracle
+from flax_sg import errors
+
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+
+PARAMS: Any = {'w': jnp.ones((6, 9)), 'b': jnp.ones(6)}
+ADAM = optax.scale_by_adam()
+OLD, NEW = [0, 1, 2], [1, 2, 3]  # The rows that are trained, by both freezes.
+
+
+def rows(trained: list[int], size: int = 6) -> Any:
+    """What is frozen."""
+    return sg.at(True, [n for n in range(size) if n not in trained])
+
+
+def two(trained: list[int], size: int = 6) -> Any:
+    """Two freezes in one chain, of which the second trains a row less."""
+    first = sg.freeze(optax.trace(0.9), rows(trained, size))
+    second = sg.freeze(ADAM, rows(trained[1:], size))
+    return optax.chain(optax.clip(1.0), first, optax.scale(0.5), second)
+
+
+def of_labels(make: Any) -> Callable[[Any], Any]:
+    return lambda tx: make({'a': tx, 'b': optax.ema(0.5)}, {'w': 'a', 'b': 'b'})
+
+
+# How each wrapper is written around a transformation.
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    'optax.MultiSteps': lambda tx: optax.MultiSteps(tx, 2),
+    'optax.apply_if_finite': lambda tx: optax.apply_if_finite(tx, 3),
+    'optax.chain': lambda tx: optax.chain(optax.ema(0.5), tx),
+    'optax.conditionally_mask': lambda tx: optax.conditionally_mask(
+        tx, lambda step: step < 3
+    ),
+    'optax.conditionally_transform': lambda tx: optax.conditionally_transform(
+        tx, lambda step: step < 3
+    ),
+    'optax.flatten': optax.flatten,
+    'optax.inject_hyperparams': lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(rate=0.1),
+    'optax.inject_stateful_hyperparams': lambda tx: optax.inject_stateful_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(rate=0.1),
+    'optax.lbfgs': lambda tx: optax.lbfgs(linesearch=tx),
+    'optax.lookahead': lambda tx: optax.lookahead(tx, 5, 0.5),
+    'optax.masked': lambda tx: optax.masked(tx, {'w': True, 'b': False}),
+    'optax.monitor': lambda tx: optax.monitor({'seen': tx}),
+    'optax.multi_transform': of_labels(optax.multi_transform),
+    'optax.named_chain': lambda tx: optax.named_chain(('one', tx)),
+    'optax.partition': of_labels(optax.partition),
+    'optax.selective_transform': lambda tx: optax.selective_transform(
+        tx, freeze_mask={'w': False, 'b': True}
+    ),
+    'optax.with_extra_args_support': optax.with_extra_args_support,
+    'optax.contrib.galore': lambda tx: optax.contrib.galore(
+        0.1, rank=2, base_optimizer=tx
+    ),
+    'optax.contrib.scale_by_galore': lambda tx: optax.contrib.scale_by_galore(
+        rank=2, base_optimizer=tx
+    ),
+    'optax.contrib.mechanize': optax.contrib.mechanize,
+    'optax.contrib.sam': lambda tx: optax.contrib.sam(tx, tx),
+    'optax.contrib.schedule_free': lambda tx: optax.contrib.schedule_free(tx, 0.1),
+    'optax.contrib.sophia': lambda tx: optax.contrib.sophia(
+        0.1, hessian_diagonal_fn=tx
+    ),
+    'optax.contrib.split_real_and_imaginary': optax.contrib.split_real_and_imaginary,
+}
+
+
+def wrappers_of_optax() -> Iterator[str]:
+    """What takes a transformation, as the annotations of the package say."""
+    for module in optax, optax.contrib:
+        for name, fn in vars(module).items():
+            if inspect.isfunction(fn) or inspect.isclass(fn):
+                given = inspect.signature(fn).parameters.values()
+                if any('GradientTransformation' in str(p.annotation) for p in given):
+                    yield f'{module.__name__}.{name}'
+
+
+def test_every_wrapper_has_a_row():
+    assert {*wrappers_of_optax()} <= WRAPPERS.keys()
+
+
+def params_of(name: str) -> tuple[Any, int]:
+    """The parameters, and how many rows the arrays have of which a freeze is told."""
+    if name == 'optax.lookahead':
+        return optax.LookaheadParams(PARAMS, PARAMS), 6
+    if name == 'optax.contrib.split_real_and_imaginary':
+        return {**PARAMS, 'z': jnp.ones(6, jnp.complex64)}, 6
+    return PARAMS, 60 if name == 'optax.flatten' else 6
+
+
+def filled(state: Any) -> Any:
+    """A state with other numbers everywhere."""
+    leaves, treedef = jax.tree.flatten(state)
+    numbers = (np.arange(jnp.size(leaf)) + 100 * n for n, leaf in enumerate(leaves, 1))
+    return treedef.unflatten(
+        jnp.array(new.reshape(jnp.shape(leaf)), jnp.result_type(leaf))
+        for new, leaf in zip(numbers, leaves, strict=True)
+    )
+
+
+def by_hand(state: Any, new: Any, size: int, trained: list[int]) -> dict[str, Any]:
+    """The right values for a new state: whole arrays, filled and cut by hand."""
+    known, out = oracle.by_path(state), dict[str, Any]()
+    for path, made in oracle.by_path(new).items():
+        # What the freezes train: the second one a row less.
+        names = path.split('/')
+        pairs = {*itertools.pairwise(names)}
+        is_second = bool(pairs & {('3', 'mu'), ('3', 'nu')})
+        if not (is_second or ('1', 'trace') in pairs):
+            out[path] = made if 'hyperparams' in names else known[path]
+            continue
+        was, now = (jnp.array(rows[is_second:]) for rows in (OLD, trained))
+        whole = jnp.zeros((size, *made.shape[1:]), made.dtype)
+        out[path] = whole.at[was].set(known[path])[now]
+    return out
+
+
+@pytest.mark.filterwarnings('ignore:inject_stateful_hyperparams:DeprecationWarning')
+@pytest.mark.parametrize('name', WRAPPERS)
+def test_moments_stay_with_their_rows(name):
+    if name not in wrappers_of_optax():
+        pytest.skip('another release of optax has it')
+    params, size = params_of(name)
+    old, new = (WRAPPERS[name](two(trained, size)) for trained in (OLD, NEW))
+    state = filled(old.init(params))
+    for tx, trained in (new, NEW), (old, OLD):
+        made, adopted = tx.init(params), sg.adopt(tx, params, state, old=old)
+        assert jax.tree.structure(adopted) == jax.tree.structure(made)
+        right = by_hand(state, made, size, trained)
+        oracle.assert_same(oracle.by_path(adopted), right)
+        with pytest.raises(errors.StructureError, match='rows of'):
+            sg.adopt(tx, params, state)
+
+
+def test_rows_of_the_old_state_alone():
+    plain = optax.chain(optax.clip(1.0), optax.trace(0.9), optax.scale(0.5), ADAM)
+    for wrap in WRAPPERS['optax.MultiSteps'], WRAPPERS['optax.chain']:
+        old, new = wrap(two(OLD)), wrap(plain)
+        state = filled(old.init(PARAMS))
+        with pytest.raises(errors.StructureError, match='rows of'):
+            sg.adopt(new, PARAMS, state)
+        adopted = oracle.by_path(sg.adopt(new, PARAMS, state, old=old))
+        [name] = [name for name in adopted if name.endswith('1/trace/w')]
+        was = oracle.by_path(state)[name]
+        oracle.assert_same(adopted[name][:3], was)
+        assert oracle.is_zero(adopted[name][3:])
+
+
+def asking(tx: Any) -> Any:
+    """A transformation that asks for a value when it begins."""
+
+    def init(params: Any) -> Any:
+        assert all(np.asarray(leaf * 2.0).any() for leaf in jax.tree.leaves(params))
+        return tx.init(params)
+
+    return optax.GradientTransformation(init, tx.update)
+
+
+def jitted(tx: Any) -> Any:
+    return optax.GradientTransformation(jax.jit(tx.init), jax.jit(tx.update))
+
+
+@pytest.mark.parametrize('wrap', [asking, jitted])
+def test_functions_of_others_that_make_states(wrap):
+    old, new = (
+        optax.chain(wrap(sg.freeze(optax.trace(0.9), rows(trained))), optax.scale(0.5))
+        for trained in (OLD, NEW)
+    )
+    state = filled(old.init(PARAMS))
+    for _ in range(2):  # The second time, JAX finds the program.
+        adopted = sg.adopt(new, PARAMS, state, old=old)
+        was, now = state[0].trace['w'], adopted[0].trace['w']
+        oracle.assert_same(now[:2], was[1:])
+        assert oracle.is_zero(now[2])
+        with pytest.raises(errors.StructureError, match='rows of'):
+            sg.adopt(new, PARAMS, state)
+
+
+def test_under_vmap_and_with_leaks_checked():
+    old, new = (two(trained) for trained in (OLD, NEW))
+    state = filled(old.init(PARAMS))
+    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), state)
+
+    def adopt(params: Any, state: Any) -> Any:
+        return sg.adopt(new, params, state, old=old)
+
+    with jax.checking_leaks():
+        many = jax.jit(jax.vmap(adopt, (None, 0)))(PARAMS, several)
+    for n in (0, 1):
+        one = jax.tree.map(lambda x, n=n: x[n], several)
+        found = jax.tree.map(lambda x, n=n: x[n], many)
+        oracle.assert_same(found, adopt(PARAMS, one))
+
+
+def through_msgpack(state: Any, path: Any) -> Any:
+    return serialization.from_bytes(state, serialization.to_bytes(state))
+
+
+def as_plain_dicts(state: Any, path: Any) -> Any:
+    return serialization.msgpack_restore(serialization.to_bytes(state))
+
+
+def through_orbax(state: Any, path: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / 'state', state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / 'state', state)
+
+
+@pytest.mark.parametrize('through', [through_msgpack, as_plain_dicts, through_orbax])
+@pytest.mark.parametrize('name', ['optax.chain', 'optax.multi_transform'])
+def test_a_state_that_was_stored(through, name, tmp_path):
+    old, new = (WRAPPERS[name](two(trained)) for trained in (OLD, NEW))
+    state = filled(old.init(PARAMS))
+    adopted = sg.adopt(new, PARAMS, through(state, tmp_path), old=old)
+    oracle.assert_same(adopted, sg.adopt(new, PARAMS, state, old=old))
+
+
+def test_a_state_of_an_optimizer_of_nnx():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.b = nnx.Param(jnp.ones((6, 9))), nnx.Param(jnp.ones(6))
+
+    model = Model()
+    old, new = (optax.chain(optax.clip(1.0), two(trained)) for trained in (OLD, NEW))
+    optimizer = nnx.Optimizer(model, old, wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, params))
+    adopted = sg.adopt(new, params, optimizer.opt_state, old=old)
+    plain = {'w': jnp.ones((6, 9)), 'b': jnp.ones(6)}
+    _, state = old.update(plain, old.init(plain), plain)
+    expected = by_hand(state, new.init(plain), 6, NEW)
+    values = jax.tree.leaves(adopted)
+    oracle.assert_same([*expected.values()], values)
