@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax.core import lift
+from flax.core import scope as flax_scope
 from flax.core.scope import Scope
 from flax.linen import module as linen_module
 from flax.linen import transforms as linen_transforms
@@ -155,6 +158,25 @@ def _packs() -> bool:
     return found == [*programs]
 
 
+def _hands_on_flags() -> bool:
+    """Whether all that Flax makes of a scope has the flags of the scope."""
+    scope = Scope({'params': {'a': {}}}, mutable=True, flags={'flag': True})
+    scope_fn, _, variables, rngs, _ = lift._partial_pack(scope, (True,), (), (True,))
+    made = scope.push('a'), scope.rewound(), scope_fn(variables, rngs)
+    return all(scope.has_flag('flag') for scope in made)
+
+
+def _binds() -> bool:
+    apply = lifting.with_names(flax_scope.apply, bind=_called)
+    return _ends(lambda: apply(id)({}))
+
+
+def _binds_modules() -> bool:
+    core = types.SimpleNamespace(bind=_called)
+    bind = lifting.with_names(inspect.unwrap(modules.Module.bind), core=core)
+    return _ends(lambda: bind(_Probe(), {}))
+
+
 # For each use of a module: a function doing it, and the scope method it has to call.
 _READS: dict[str, tuple[Callable[[Any], Any], str]] = {
     'Module.param': (lambda m: m.param('w', None), 'param'),
@@ -201,6 +223,9 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
         for name, (use, method) in _READS.items()
     },
     'Module.__getattr__ has to call _try_setup': _sets_up,
+    'a scope has to hand on its flags': _hands_on_flags,
+    'flax.core.apply has to call bind': _binds,
+    'Module.bind has to call flax.core.bind': _binds_modules,
     'nn.jit has to read __fn_or_cls__ of a class in a field': _tells_classes_apart,
     'jit has to trace anew in another jax.make_user_context': _traces_anew,
     'traces have to tell which one is around them': _tells_traces_apart,

@@ -79,7 +79,7 @@ def test_submodules_cannot_be_loaded_twice():
         __import__('flax_sg.linen.linear')
 
 
-def test_neither_the_import_nor_a_closed_block_changes_flax():
+def test_the_import_puts_hooks_into_flax_and_jax_and_blocks_change_nothing():
     out = run_python(
         """
 import sys, types
@@ -106,12 +106,15 @@ def compare(when):
             submodule = name not in old and isinstance(now[name], types.ModuleType)
             state = not callable(old.get(name)) and owner.__name__.startswith('jax.')
             if not (same or submodule or state):  # JAX notes what it has done.
-                print('changed', when, owner.__name__, name)
+                changed[when].add((owner, name))
 
-before = contents()
+before, changed = contents(), {'import': set(), 'blocks': set()}
 import flax_sg
 from flax_sg import linen as nn
-compare('by the import')
+from flax_sg.internals import patching
+compare('import')
+print('hooks alone', changed['import'] == set(patching.HOOKED.values()))
+before = contents()
 
 class Model(nn.Module):
     @nn.compact
@@ -121,8 +124,13 @@ class Model(nn.Module):
 
 with nn.read_only(True):
     jax.eval_shape(Model().init, jax.random.key(0), jax.numpy.ones((1, 2)))
-compare('by blocks')
+compare('blocks')
+print('changed by blocks', changed['blocks'])
 print('compared', len(modules) > 100, len(classes) > 100)
 """
     )
-    assert out.splitlines() == ['compared True True']
+    assert out.splitlines() == [
+        'hooks alone True',
+        'changed by blocks set()',
+        'compared True True',
+    ]

@@ -72,19 +72,13 @@ class Other:
     """What a name may come to mean."""
 
 
-class Uncounted:
-    """Makes identities, and does not count them."""
-
-    _id = 0
-
-    def __call__(self) -> object:
-        return object()
-
-
 # Where a name is, what it is instead, and what is said of that.
 OTHERWISE: list[tuple[Any, str, Any, str]] = [
     (fnn.Module, '__getattr__', nothing, 'Module.__getattr__ has to call _try_setup'),
-    (modules.linen_module, 'uuid', Uncounted(), 'uuid has to count modules'),
+    (required.Scope, 'rewound', lambda scope: Scope({}), 'hand on its flags'),
+    (required.Scope, 'push', lambda scope, name: Scope({}), 'hand on its flags'),
+    (required.flax_scope, 'apply', nothing, 'flax.core.apply has to call bind'),
+    (modules.Module, 'bind', nothing, 'Module.bind has to call flax.core.bind'),
     (tracing, 'summary_context', nothing, 'jit has to trace anew'),
     (tracing.jax_core, 'set_current_trace', nothing, TRACES),
     (tracing.jax_core, 'trace_ctx', types.SimpleNamespace(trace=None), TRACES),

@@ -19,29 +19,25 @@ ROOT = Path(__file__).parents[2]
 # These tests look for the hooks on Flax. Other tests should not see a block.
 LINEN = """
 from flax import linen as nn
-from flax.core import Scope
-
-plain = Scope.get_variable
+from flax_sg.engine.blocks import thread
 
 def test_passes(): pass
 
-def test_fails(): assert plain is None
+def test_fails(): assert nn is None
 
-def test_around(): assert Scope.get_variable is plain, 'hooks around'
+def test_around(): assert not thread.blocks, 'a block around'
 
 class Looks(nn.Module):
-  def __call__(self): return Scope.get_variable is plain
+  def __call__(self): return not thread.blocks
 
-def test_inside(): assert Looks().apply({}), 'hooks in a method'
+def test_inside(): assert Looks().apply({}), 'a block in a method'
 """
 CORE = """
 import unittest
-from flax.core import Scope
-
-plain = Scope.get_variable
+from flax_sg.engine.blocks import thread
 
 class ScopeTest(unittest.TestCase):
-  def test_around(self): self.assertIs(Scope.get_variable, plain)
+  def test_around(self): self.assertEqual(thread.blocks, ())
   def test_skipped(self): self.skipTest('no reason')
 """
 
@@ -78,9 +74,9 @@ def test_a_test_whose_outcome_a_block_changes_is_listed(checkout: Path):
         '  tests/core/core_tiny_test.py::ScopeTest::test_around: passed -> failed: '
         'AssertionError: ',
         '  tests/linen/tiny_test.py::test_around: passed -> failed: '
-        'AssertionError: hooks around',
+        'AssertionError: a block around',
         '  tests/linen/tiny_test.py::test_inside: passed -> failed: '
-        'AssertionError: hooks in a method',
+        'AssertionError: a block in a method',
     ]
     for line, start in zip(report[2:5], starts, strict=True):
         assert line.startswith(start)
