@@ -266,8 +266,11 @@ def _seeing_outside(block: Block) -> Any:
 def _applied(block: Block, answered: Answer, leaf: Any) -> Any:
     """Applies the rule to a leaf, or to the selected part of the leaf."""
     path, said = answered
-    # Reports of gradient flow read the block off the equation of a stop.
-    with jax.named_scope(f'{BLOCK}{block.rewrite!r} at {block.place}'):
+    named = contextlib.nullcontext()
+    if isinstance(leaf, tracing.Tracer):
+        # Reports of gradient flow read the block off the equation of a stop.
+        named = jax.named_scope(f'{BLOCK}{block.rewrite!r} at {block.place}')
+    with named:
         new = block.rewrite.rule(path, leaf)
     return filters.merged(said, new, leaf, path)
 
