@@ -222,9 +222,9 @@ def begin(top: Scope, depth: int) -> Root:
     return root
 
 
-def within(outer: Root, inner: Scope) -> Root:
-    """Makes the root of the body of a lifted transform, for one of its scopes."""
-    root = outer.within(thread.blocks, inner)
+def within(outer: Root, inner: Scope, covered: tuple[Block, ...]) -> Root:
+    """Makes the root of a body, whose transform was called in blocks, for a scope."""
+    root = outer.within(covered, inner)
     for block in thread.blocks:
         block.meet(root, is_older=False)
     return root

@@ -129,7 +129,7 @@ class Root:
         """Returns a root of the same tree, for a body that begins in blocks."""
         inner = Root(self.tree, scope)
         inner.initializing, inner.pending = self.initializing, self.pending
-        if covered:
+        if covered:  # What is handed to nobody is shared.
             inner.handed = Handed(covered)
         if 'setups' in vars(self):
             inner.setups = Setups(self.setups.made_in, is_new=self.setups.is_new)

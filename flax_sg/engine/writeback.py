@@ -167,7 +167,8 @@ class _Lift:
             outer, variables = self.roots[index], core_scopes.variables_of(inner)
             root = inner_roots.get(id(outer))
             if root is None:
-                root = inner_roots[id(outer)] = blocks.within(outer, inner)
+                root = blocks.within(outer, inner, self.open_blocks)
+                inner_roots[id(outer)] = root
             else:
                 root.parts.append((inner.path, variables))
             roots.carry(inner, root)
