@@ -104,7 +104,7 @@ def amount(counts: Sequence[tuple[int, Any]]) -> str:
     return f'{values:,} ({size / 1000**power:.1f} {"_KMGT"[power]}B)'
 
 
-class _Joined(NamedTuple):
+class _Rows(NamedTuple):
     names: tuple[str, ...]
     content: Hashable
     members: list[int]
@@ -130,16 +130,14 @@ def repeated(
     Returns:
         The names of each joined row, and the indices of the rows in it.
     """
-    rows = [
-        _Joined(*row, [n]) for n, row in enumerate(zip(paths, contents, strict=True))
-    ]
+    rows = [_Rows(*row, [n]) for n, row in enumerate(zip(paths, contents, strict=True))]
     # Deepest level first: rows below a row are joined before the row is compared.
     for level in reversed(range(max(map(len, paths), default=0))):
         rows = _joined(rows, level)
     return [(_as_globs(row, paths[row.members[0]]), row.members) for row in rows]
 
 
-def _as_globs(row: _Joined, one: tuple[str, ...]) -> tuple[str, ...]:
+def _as_globs(row: _Rows, one: tuple[str, ...]) -> tuple[str, ...]:
     """The names of a row; in one of several rows each is a glob."""
     if len(row.members) == 1:
         return row.names
@@ -152,33 +150,31 @@ def _literal(name: str) -> str:
     return re.sub(r'([*?\[\\{])', r'\\\1', name)
 
 
-def _joined(rows: list[_Joined], level: int) -> list[_Joined]:
+def _joined(rows: list[_Rows], level: int) -> list[_Rows]:
     """Joins rows with equal subtrees whose names differ at one level."""
     groups = itertools.groupby(rows, key=lambda row: row.names[: level + 1])
-    runs: list[list[list[_Joined]]] = []
+    runs: list[list[list[_Rows]]] = []
     for _, group in groups:
         subtree = list(group)
         if runs and _follows(runs[-1][-1], subtree, level):
             runs[-1].append(subtree)
         else:
             runs.append([subtree])
-    out: list[_Joined] = []
+    out: list[_Rows] = []
     for run in runs:
         name = _glob(*(run[n][0].names[level] for n in (0, -1))) if run[1:] else ''
         for same in zip(*run, strict=True):
             names, content, _ = same[0]
             if run[1:]:
                 names = (*names[:level], name, *names[level + 1 :])
-            out.append(
-                _Joined(names, content, [n for row in same for n in row.members])
-            )
+            out.append(_Rows(names, content, [n for row in same for n in row.members]))
     return out
 
 
-def _follows(one: list[_Joined], other: list[_Joined], level: int) -> bool:
+def _follows(one: list[_Rows], other: list[_Rows], level: int) -> bool:
     """Whether two subtrees are equal, and have consecutive numbers at a level."""
 
-    def below(subtree: list[_Joined]) -> list[object]:
+    def below(subtree: list[_Rows]) -> list[object]:
         return [(row.names[level + 1 :], row.content) for row in subtree]
 
     first, second = one[0].names, other[0].names
