@@ -90,7 +90,7 @@ COMPILERS = {
 
 
 def accelerators(*args):
-    """Compile for absent devices: [tpu|cuda] [--smoke] [--topology T] [--only REGEX]."""
+    """Compile for absent devices: [tpu|cuda] [--smoke] [--topology T] [--only R]."""
     options = [arg for arg in args if arg not in COMPILERS]
     results = {}
     for name in [arg for arg in args if arg in COMPILERS] or COMPILERS:

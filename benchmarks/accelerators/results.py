@@ -19,7 +19,10 @@ def folder(compiler: str, within: Path = RESULTS) -> Path:
 def read(file: Path) -> list[Row]:
     """Returns the rows in a file; none if there is no file."""
     rows = json.loads(file.read_text()) if file.exists() else []
-    return [Row(**row) for row in rows]
+    return [
+        Row(**{**row, 'collectives': {k: (*v,) for k, v in row['collectives'].items()}})
+        for row in rows
+    ]
 
 
 def keep(file: Path, new: Iterable[Row]) -> None:
