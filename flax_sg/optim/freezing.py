@@ -15,6 +15,7 @@ from jax.dtypes import float0
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.tracing import Tracer
 from flax_sg.optim.masks import parameters_of, trained_leaves
 from flax_sg.trees.beside import beside, other_shape
 from flax_sg.trees.leaves import (
@@ -259,7 +260,8 @@ def _update(row: _Row, update: Any) -> Any:
 def _nothing(leaf: Any) -> Any:
     """The update of a frozen leaf: a constant that adds nothing, and takes no memory.
 
-    It is minus zero: 0.0 would change the sign of -0.0, so XLA would add it.
+    It is minus zero: 0.0 would change the sign of -0.0, so XLA would add it. A program
+    makes it by itself: of large arrays that it captures, JAX warns.
     """
 
     def constant(leaf: Any) -> Any:
@@ -267,7 +269,10 @@ def _nothing(leaf: Any) -> Any:
             return leaf if getattr(leaf, 'dtype', None) == float0 else ABSENT
         zero = np.zeros((), getattr(leaf, 'dtype', jnp.result_type(leaf)))
         inexact = jnp.issubdtype(zero.dtype, jnp.inexact)
-        return np.broadcast_to(-zero if inexact else zero, np.shape(leaf))
+        zero = -zero if inexact else zero
+        if isinstance(leaf, Tracer):
+            return jnp.full_like(leaf, zero, zero.dtype)
+        return np.broadcast_to(zero, np.shape(leaf))
 
     return jax.tree.map(constant, leaf)
 

@@ -494,6 +494,21 @@ def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
     assert updates['float0'].dtype == jax.dtypes.float0
 
 
+def test_a_large_frozen_part_is_no_constant_of_the_program():
+    """JAX warns of two gigabytes that are captured; here a warning is an error."""
+    large = jax.ShapeDtypeStruct((1024, 1024, 1024), np.float32)
+    params = {'backbone': large, 'head': jax.ShapeDtypeStruct((3,), np.float32)}
+    tx = sg.freeze(optax.sgd(0.1), 'backbone')
+
+    def step(params, state, grads):
+        return optax.apply_updates(params, tx.update(grads, state, params)[0])
+
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(step, donate_argnums=0).lower(params, state, params)
+    # It goes through as it is.
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 1000
+
+
 def test_pruned_gradients_for_an_optimizer_of_optax_say_what_to_write():
     """The rest of the message is that of JAX, which differs between versions."""
     params, tx = {'a': 1.0, 'b': 2.0}, optax.adam(0.1)
