@@ -80,6 +80,7 @@ class Layer(nn.Module):
         boxes: whether weights are in boxes, sharded by 'data' and 'model'.
         fetch: as for ``Base``.
         attention: takes queries, keys and values.
+        spread: says where activations are, as a sharding constraint does.
     """
 
     width: int
@@ -91,6 +92,7 @@ class Layer(nn.Module):
     attention: Any = staticmethod(
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
     )
+    spread: Any = staticmethod(lambda x: x)
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
@@ -101,7 +103,7 @@ class Layer(nn.Module):
             names = ('model', 'data') if out else ('data', 'model')
             names = names if self.boxes else ()
             fields = features, self.rank, self.bits, names, self.fetch
-            return Adapted(*fields, name=name)(x)
+            return self.spread(Adapted(*fields, name=name)(x))
 
         shape = *x.shape[:2], self.heads, self.width // self.heads
         h = nn.RMSNorm(name='norm_0')(x).astype(x.dtype)
@@ -133,6 +135,7 @@ class Decoder(nn.Module):
         scan: ``nn.scan``, or a function with the same arguments.
         wrap: wraps the scanned layers, as ``nn.Frozen`` does.
         attention: as for ``Layer``.
+        spread: as for ``Layer``.
     """
 
     depth: int
@@ -150,6 +153,7 @@ class Decoder(nn.Module):
     scan: Any = nn.scan
     wrap: Any = staticmethod(lambda module: module)
     attention: Any = Layer.attention
+    spread: Any = Layer.spread
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -162,6 +166,7 @@ class Decoder(nn.Module):
             self.boxes,
             self.fetch,
             self.attention,
+            self.spread,
         )
         scanned = self.scan(
             nn.remat(Layer, prevent_cse=False),
@@ -174,13 +179,14 @@ class Decoder(nn.Module):
         with self.stop(self.frozen):
             embed = nn.Embed(self.vocabulary, self.width, name='embed')
             x = embed(tokens) if self.lookup else hot @ embed.embedding
-            x = x.astype(jnp.bfloat16)
+            x = self.spread(x.astype(jnp.bfloat16))
             if self.by_hand and not self.is_initializing():
                 x = self.two_scans(Layer(*fields, parent=None), x)
             else:
                 layers = scanned(*fields, name='layers')
                 x, _ = self.wrap(layers)(x, None)
-        logits = Adapted(self.vocabulary, name='head')(x).astype(jnp.float32)
+        logits = self.spread(Adapted(self.vocabulary, name='head')(x))
+        logits = logits.astype(jnp.float32)
         if hot is None:
             chosen = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
         else:

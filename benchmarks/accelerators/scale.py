@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_sg as sg
 from benchmarks import spellings, trainers
@@ -142,7 +143,13 @@ def rows(
             for what, case_of in CASES.items():
                 case = f'{name}, {what}'
                 if re.search(only, case):
-                    makers, data = case_of(model, len(devices), tokens)
+                    # Else weights would stay, and activations be gathered.
+                    spread = functools.partial(
+                        jax.lax.with_sharding_constraint,
+                        shardings=NamedSharding(mesh, PartitionSpec('data')),
+                    )
+                    module = model.clone(spread=spread)
+                    makers, data = case_of(module, len(devices), tokens)
                     specs = placement.specs(mesh, data.params)
                     place = functools.partial(placed, mesh, specs)
                     yield from measured(topology, case, makers, data.inputs, place)
