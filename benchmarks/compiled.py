@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jaxlib import _jax
 
 from benchmarks.trainers import Trainer
+from flax_sg.internals import jaxprs
 from flax_sg.testing import optimized_hlo
 
 # Matrix products, under their HLO names on CPUs, GPUs and TPUs.
@@ -153,7 +153,7 @@ class Step:
         Args:
             hands: the kinds of hand-written programs, by their texts.
         """
-        costs = [counted(program.run) for program in self.programs]
+        costs = [jaxprs.counts(program.run) for program in self.programs]
         memory = [program.run.memory_analysis() for program in self.programs]
         texts = [program.text for program in self.programs]
         return Cost(
@@ -191,20 +191,6 @@ def hands(steps: Mapping[str, Step]) -> dict[str, str]:
         for name, step in steps.items()
         if name.startswith(f'{kind} by hand')
     }
-
-
-def counted(compiled: Any) -> dict[str, float]:
-    """Returns XLA's counts of a program: flops, bytes, what a compiler estimates.
-
-    The compiler of a GPU that is not there counts nothing, so XLA counts the optimized
-    program, as it does for a CPU.
-    """
-    found = compiled.cost_analysis()
-    if found is None:
-        [module] = compiled.runtime_executable().hlo_modules()
-        [cpu, *_] = jax.devices('cpu')
-        found = _jax.hlo_module_cost_analysis(cpu.client, module)
-    return found
 
 
 def peak(memory: Any) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.compiled import Compiler, Step, counted, hands, peak
+from benchmarks.compiled import Compiler, Step, hands, peak
 from benchmarks.trainers import Trainer, UnableError
+from flax_sg.internals import jaxprs
 
 _COLLECTIVE = re.compile(
     r'= (?P<shapes>.+?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|'
@@ -105,7 +106,7 @@ def measured(
 
 def row_of(topology: str, case: str, way: str, programs: list[Any]) -> Row:
     """The row of compiled programs that run one after the other."""
-    costs = [counted(program) for program in programs]
+    costs = [jaxprs.counts(program) for program in programs]
     sizes = [program.memory_analysis() for program in programs]
     texts = [program.as_text() for program in programs]
     loops = any(' while(' in text for text in texts)

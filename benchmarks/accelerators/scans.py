@@ -35,7 +35,9 @@ def rows(platform: str, chips: Mapping[str, str], only: str) -> Iterator[Row]:
             yield from all_of('few bits', few_bits.programs(WIDTH, place))
         for below in (False, True):
             for remat in (False, True):
-                case = ', '.join(['layers', *['below'] * below, *['remat'] * remat])
+                case = ', '.join(
+                    ['layers', *['below'] * below, *['under remat'] * remat]
+                )
                 if re.search(only, case):
                     stack = layers.Stack(below, remat)
                     yield from all_of(case, _layers(stack, place))
