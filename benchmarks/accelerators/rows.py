@@ -18,6 +18,9 @@ _COLLECTIVE = re.compile(
     r'ragged-all-to-all|collective-permute|collective-broadcast)(?P<start>-start)?\('
 )
 _SHAPE = re.compile(r'(?P<type>[a-z]+)(?P<bits>\d*)[a-z\d]*\[(?P<dims>[\d,]*)\]')
+# What is raised where a way to freeze, Flax or JAX cannot do it; the last by JAX, which
+# does not export it.
+_UNABLE = UnableError.__name__, TypeError.__name__, 'ShardingTypeError'
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm')
 
 
@@ -84,7 +87,9 @@ def measured(
         start = time.process_time()
         try:
             steps[way] = Step(make(), inputs, [0], compiler, place)
-        except (UnableError, TypeError) as reason:
+        except Exception as reason:
+            if type(reason).__name__ not in _UNABLE:
+                raise
             notes[way] = str(reason).partition('\n')[0]
         traces[way] = time.process_time() - start
     for way, step in [*steps.items()]:

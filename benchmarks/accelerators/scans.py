@@ -38,9 +38,10 @@ def rows(platform: str, chips: Mapping[str, str], only: str) -> Iterator[Row]:
                 case = ', '.join(
                     ['layers', *['below'] * below, *['under remat'] * remat]
                 )
+                stack = layers.Stack(below, remat)
                 if re.search(only, case):
-                    stack = layers.Stack(below, remat)
                     yield from all_of(case, _layers(stack, place))
+                if re.search(only, f'{case}, unrolled'):
                     # A loop counts as one turn, so write all turns out.
                     whole = dataclasses.replace(stack, unroll=layers.DEPTH)
                     yield from all_of(f'{case}, unrolled', _layers(whole, place))
