@@ -1,7 +1,6 @@
 """``python -m benchmarks.accelerators`` compiles for devices that are not there."""
 
 import argparse
-import functools
 import re
 import sys
 import tempfile
@@ -44,25 +43,25 @@ def studies(
     every = {topology: topology} if topology else compilers.CHIPS[platform]
     one = dict([next(iter(every.items()))])
     several = [topology] if topology else FEW[platform]
-    tiny = Decoder(2, 64)
+    smallest = workloads.workloads(workloads.SMALL)
     if small:
-        sizes = workloads.SMALL
-        every = one
-        several = several[:1]
-        on_many = functools.partial(sharded.rows, model=tiny, tokens=16)
-    else:
-        sizes = SIZES
-        on_many = sharded.rows
-    works = workloads.workloads(sizes)
+        tiny = Decoder(2, 64)
+        return {
+            'programs': lambda: chips.rows(platform, one, only, smallest),
+            'sharded': lambda: sharded.rows(platform, several[:1], only, tiny, 16),
+            'memories': lambda: memories.rows(platform, one, only),
+            'kernels': lambda: kernels.rows(platform, one, only),
+        }
+    works = workloads.workloads(SIZES)
     found: dict[str, Study] = {
+        'programs': lambda: chips.rows(platform, every, only, smallest),
         'chips': lambda: chips.rows(platform, every, only, works),
-        'sharded': lambda: on_many(platform, several, only),
+        'sharded': lambda: sharded.rows(platform, several, only),
         'memories': lambda: memories.rows(platform, one, only),
         'kernels': lambda: kernels.rows(platform, one, only),
+        'scans': lambda: scans.rows(platform, one, only),
     }
-    if not small:
-        found['scans'] = lambda: scans.rows(platform, one, only)
-    if platform == 'tpu' and not small:
+    if platform == 'tpu':
         named = [topology] if topology else scale.TOPOLOGIES
         found['scale'] = lambda: scale.rows(named, only)
     return found

@@ -10,6 +10,7 @@ from benchmarks import few_bits, frozen, layers
 from benchmarks.accelerators import compilers
 from benchmarks.accelerators.chips import on
 from benchmarks.accelerators.rows import Row, row_of
+from flax_sg.testing import optimized_hlo
 
 WIDTH = 512  # Of ``few_bits``, as on a CPU.
 
@@ -26,8 +27,14 @@ def rows(platform: str, chips: Mapping[str, str], only: str) -> Iterator[Row]:
         place = functools.partial(on, compilers.devices(platform, topology)[0])
 
         def all_of(case: str, programs: Mapping[str, Any], chip: str = chip) -> Any:
+            texts = {way: optimized_hlo(program) for way, program in programs.items()}
+            hand = texts.get('by_hand')
             for way, program in programs.items():
-                yield row_of(chip, case, way, [program])
+                kind = (
+                    '' if hand is None else 'stops' if texts[way] == hand else 'other'
+                )
+                row = row_of(chip, case, way, [program])
+                yield dataclasses.replace(row, program=kind)
 
         if re.search(only, 'frozen'):
             yield from all_of('frozen', frozen.programs(place))

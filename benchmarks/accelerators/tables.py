@@ -10,6 +10,7 @@ from benchmarks.accelerators.rows import Row
 
 # What each file holds, and the sizes it was made at.
 STUDIES = {
+    'programs': 'Every workload on one chip, at the smallest size: two layers, 8 wide',
     'chips': 'Every workload on one chip: transformers of two layers, 256 wide',
     'sharded': 'On several devices: four layers, 256 wide, four examples a device',
     'scale': 'At scale: fully sharded, one example of 2,048 tokens a chip',
@@ -35,7 +36,7 @@ def write(folder: Path, compiler: str) -> None:
         rows = results.read(folder / f'{study}.json')
         if rows:
             lines += [f'## {title}', '']
-            lines += _chips(rows) if study == 'chips' else _cases(rows)
+            lines += _chips(rows) if study in ('programs', 'chips') else _cases(rows)
     (folder / 'README.md').write_text('\n'.join(lines).rstrip() + '\n')
 
 
