@@ -1,10 +1,11 @@
 """``python -m benchmarks.accelerators`` compiles for devices that are not there."""
 
 import argparse
+import itertools
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from benchmarks import workloads
@@ -67,6 +68,21 @@ def studies(
     return found
 
 
+def wanted(platform: str) -> dict[str, list[tuple[str, str]]]:
+    """Returns the devices and cases of the larger studies, to say what was not run."""
+    works = [work.name for work in workloads.workloads(workloads.SMALL)]
+    chips_of = compilers.CHIPS[platform]
+    found: dict[str, tuple[Iterable[str], Iterable[str]]] = {
+        'programs': (chips_of, works),
+        'chips': (chips_of, works),
+        'sharded': (FEW[platform], sharded.PLACEMENTS),
+    }
+    if platform == 'tpu':
+        cases = [f'{model}, {case}' for model in scale.MODELS for case in scale.CASES]
+        found['scale'] = scale.TOPOLOGIES, cases
+    return {name: [*itertools.product(*both)] for name, both in found.items()}
+
+
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(
@@ -92,7 +108,8 @@ def main() -> None:
                 smoke.check(run(named, results.folder(compiler, Path(folder))))
         else:
             run(named, results.folder(compiler, options.out))
-            tables.write(results.folder(compiler, options.out), compiler)
+            folder = results.folder(compiler, options.out)
+            tables.write(folder, compiler, wanted(options.platform))
     except compilers.NoCompilerError as error:
         sys.exit(str(error))
 

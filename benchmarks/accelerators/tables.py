@@ -1,6 +1,6 @@
 """Writes rows as a page: a line for each workload on one chip, or for each way."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -29,15 +29,40 @@ counts the flops of its optimized program. *stops* and *partition* are the progr
 hand. The [README](../../README.md) says what the ways to freeze are."""
 
 
-def write(folder: Path, compiler: str) -> None:
-    """Writes the page of a compiler, from the files in its folder."""
+def write(
+    folder: Path, compiler: str, wanted: Mapping[str, Sequence[tuple[str, str]]]
+) -> None:
+    """Writes the page of a compiler, from the files in its folder.
+
+    Args:
+        folder: the folder.
+        compiler: its name and version.
+        wanted: devices and cases by study. Those without rows are named at the end.
+    """
     lines = [f'# {compiler}', '', f'jax {jax.__version__}. {NOTES}', '']
     for study, title in STUDIES.items():
         rows = results.read(folder / f'{study}.json')
         if rows:
             lines += [f'## {title}', '']
             lines += _chips(rows) if study in ('programs', 'chips') else _cases(rows)
+    lines += _not_run(folder, wanted)
     (folder / 'README.md').write_text('\n'.join(lines).rstrip() + '\n')
+
+
+def _not_run(
+    folder: Path, wanted: Mapping[str, Sequence[tuple[str, str]]]
+) -> list[str]:
+    lines = []
+    for study, pairs in wanted.items():
+        rows = results.read(folder / f'{study}.json')
+        found = {(row.topology, row.case) for row in rows}
+        missing: dict[str, list[str]] = {}
+        for topology, case in pairs:
+            if (topology, case) not in found:
+                missing.setdefault(topology, []).append(case)
+        for topology, cases in missing.items():
+            lines.append(f'- {study}, {topology}: {"; ".join(cases)}')
+    return ['## Not run', '', *lines] if lines else []
 
 
 def line(row: Row) -> str:

@@ -145,11 +145,13 @@ def test_rows_are_kept_and_written(tmp_path):
     for row in (old, other, named, new):
         results.keep(file, [row])
     assert results.read(file) == [new, other, named]
-    tables.write(file.parent, 'libtpu 0.0.1')
+    wanted = {'sharded': [('v5e', 'LoRA'), ('v5p', 'LoRA'), ('v5p', 'scan')]}
+    tables.write(file.parent, 'libtpu 0.0.1', wanted)
     page = (file.parent / 'README.md').read_text().splitlines()
     assert page[0] == '# libtpu 0.0.1'
     assert '| stops by hand | stops | 2 | 0 | 0 | 0 | 3 |' in page
     assert '- optax mask: needs 20.0G of 15.7G' in page
+    assert page[-1] == '- sharded, v5p: LoRA; scan'
     [line] = [line for line in page if line.startswith('| x ')]
     assert line.endswith('| 2 all-reduce (5) | 0.50 |')
 
