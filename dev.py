@@ -82,6 +82,29 @@ def bench(*args):
     return run(development_env(), '-m', 'benchmarks', *args)
 
 
+# What brings the compiler of an accelerator, without a device and without a driver.
+COMPILERS = {
+    'tpu': ['jax[tpu]'],
+    'cuda': ['jax[cuda12-local]', 'nvidia-cuda-nvcc-cu12'],
+}
+
+
+def accelerators(*args):
+    """Compile for absent devices: [tpu|cuda] [--smoke] [--topology T] [--only R]."""
+    options = [arg for arg in args if arg not in COMPILERS]
+    results = {}
+    for name in [arg for arg in args if arg in COMPILERS] or COMPILERS:
+        env = ROOT / '.venv-accelerators' / name
+        python = ensure_env(env, '-e', '.[bench,test]', *newest(), *COMPILERS[name])
+        results[name] = run(python, '-m', 'benchmarks.accelerators', name, *options)
+        if '--smoke' in args:
+            # Here a test that needs the compiler fails where it would be skipped.
+            here = {**os.environ, 'FLAX_SG_COMPILER': name}
+            tests = pytest(python, ['tests/accelerators'], env=here)
+            results[name] = results[name] or tests
+    return summary_of(results)
+
+
 def package():
     """Build what is shipped into dist/, check it, run the demo and some tests on it."""
     python = development_env()
@@ -132,11 +155,10 @@ def versions(*args):
     """Run the tests on the oldest and the newest dependencies, or on the [--latest]."""
     options = [arg for arg in args if arg != '--latest']
     project = tomllib.loads(PYPROJECT.read_text())
-    newest = project['tool']['flax_sg']['newest']
-    # The lower bounds are the oldest. An older Python gets the newest there is for it.
+    # The lower bounds are the oldest.
     ends = {
         'oldest': [b.replace('>=', '==') for b in project['project']['dependencies']],
-        'newest': [f'{n}<={newest[n]}' for n in newest if n != 'python'],
+        'newest': newest(),
     }
     if '--latest' in args:  # Whatever there is now, which may be newer than is stated.
         ends = {'latest': ['--upgrade']}
@@ -149,6 +171,12 @@ def versions(*args):
             shutil.rmtree(env, ignore_errors=True)
         results[name] = pytest(ensure_env(env, '-e', '.[test]', *pins), options)
     return summary_of(results)
+
+
+def newest():
+    """Returns the newest versions; an older Python gets the newest there is for it."""
+    stated = tomllib.loads(PYPROJECT.read_text())['tool']['flax_sg']['newest']
+    return [f'{name}<={stated[name]}' for name in stated if name != 'python']
 
 
 def witness(*args):
@@ -243,11 +271,12 @@ def download_pip(folder):
 
 
 COMMANDS = {f.__name__: f for f in (demo, test, lint, docs, notebooks, ci)}
-COMMANDS |= {f.__name__: f for f in (bench, package, versions, witness, clients)}
+COMMANDS |= {f.__name__: f for f in (bench, accelerators, package, versions)}
+COMMANDS |= {f.__name__: f for f in (witness, clients)}
 
 if __name__ == '__main__':
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        lines = [f'    {n:9} {f.__doc__.splitlines()[0]}' for n, f in COMMANDS.items()]
+        lines = [f'    {n:12} {f.__doc__.splitlines()[0]}' for n, f in COMMANDS.items()]
         wrong = [f'dev.py has no command {name!r}.\n' for name in sys.argv[1:2]]
         sys.exit('\n'.join([*wrong, __doc__, *lines]))
     try:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from benchmarks.compiled import shapes
 from flax_sg import errors
 from flax_sg import linen as nn
 
@@ -58,10 +59,10 @@ IN_CLASS = nn.substitute(Stored, floats, where='w')
 AROUND = nn.substitute(floats, where='base/w')
 
 
-def rows(width: int) -> dict[str, tuple[float, float]]:
-    """Returns MB (2^20 bytes) of arguments and of temporary memory, by way."""
+def programs(width: int, place: Callable[[Any], Any] = shapes) -> dict[str, Any]:
+    """Compiles a step for each way to read the weights; ``place`` names the device."""
 
-    def measure(base: Any, dtype: Any, rule: Any = lambda fn: fn) -> Any:
+    def compiled(base: Any, dtype: Any, rule: Any = lambda fn: fn) -> Any:
         model = linen.scan(
             Adapted,
             variable_axes={'params': 0},
@@ -77,18 +78,26 @@ def rows(width: int) -> dict[str, tuple[float, float]]:
             return jnp.sum(rule(model.apply)({'params': params}, x, None)[0] ** 2)
 
         adapters = {name: params[name] for name in ('down', 'up')}
-        step = jax.jit(jax.value_and_grad(loss)).lower(adapters, frozen, x).compile()
-        sizes = step.memory_analysis()
-        return sizes.argument_size_in_bytes / 2**20, sizes.temp_size_in_bytes / 2**20
+        args = place((adapters, frozen, x))
+        return jax.jit(jax.value_and_grad(loss)).lower(*args).compile()
 
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', errors.ScanMemoryWarning)
         return {
-            'float32': measure(Stored, jnp.float32),
-            'int8, a block around the scan': measure(Stored, jnp.int8, AROUND),
-            'int8, the class form in the body': measure(IN_CLASS, jnp.int8),
-            'int8, the wrapper in the body': measure(wrapped, jnp.int8),
+            'float32': compiled(Stored, jnp.float32),
+            'int8, a block around the scan': compiled(Stored, jnp.int8, AROUND),
+            'int8, the class form in the body': compiled(IN_CLASS, jnp.int8),
+            'int8, the wrapper in the body': compiled(wrapped, jnp.int8),
         }
+
+
+def rows(width: int) -> dict[str, tuple[float, float]]:
+    """Returns MB (2^20 bytes) of arguments and of temporary memory, by way."""
+    sizes = {n: step.memory_analysis() for n, step in programs(width).items()}
+    return {
+        name: (size.argument_size_in_bytes / 2**20, size.temp_size_in_bytes / 2**20)
+        for name, size in sizes.items()
+    }
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from benchmarks.compiled import shapes
 from benchmarks.timing import interleaved
 from flax_sg import linen as nn
 
@@ -78,8 +79,8 @@ def step(model: Any) -> Callable[..., Any]:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-def memory() -> None:
-    """Prints the temporary memory and flops of a step, by where the stop is."""
+def programs(place: Callable[[Any], Any] = shapes) -> dict[str, Any]:
+    """Compiles a step for each place of the stop; ``place`` names the device."""
     remat = functools.partial(linen.remat, prevent_cse=False)
     models = {
         'no stop': Stack(),
@@ -89,9 +90,16 @@ def memory() -> None:
         'remat, Frozen in the body': Stack(nn.Frozen, remat),
         'remat, Frozen around the scan': Stack(lift=remat, stop=True),
     }
+    out = {}
     for name, model in models.items():
         params = jax.eval_shape(model.init, jax.random.key(0), X)['params']
-        compiled = step(model).lower(params, X).compile()
+        out[name] = step(model).lower(*place((params, X))).compile()
+    return out
+
+
+def memory() -> None:
+    """Prints the temporary memory and flops of a step, by where the stop is."""
+    for name, compiled in programs().items():
         size = compiled.memory_analysis().temp_size_in_bytes / 1e6
         flops = compiled.cost_analysis()['flops'] / 1e6
         print(f'{name:32} {size:6.2f} MB  {flops:6.2f} MFLOP a step of the loop')

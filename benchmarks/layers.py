@@ -18,6 +18,7 @@ import numpy as np
 from flax import linen
 
 import flax_sg as sg
+from benchmarks.compiled import shapes
 from benchmarks.timing import interleaved, ratios
 from flax_sg import linen as nn
 
@@ -136,9 +137,9 @@ class Stack:
         return {loss.__name__: loss for loss in losses}
 
 
-def compiled(loss: Loss, params: Any) -> Any:
-    """Compiles a step that returns all gradients."""
-    return jax.jit(jax.value_and_grad(loss)).lower(params).compile()
+def compiled(loss: Loss, params: Any, place: Callable[[Any], Any] = shapes) -> Any:
+    """Compiles a step that returns all gradients; ``place`` names the device."""
+    return jax.jit(jax.value_and_grad(loss)).lower(place(params)).compile()
 
 
 def main() -> None:

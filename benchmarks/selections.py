@@ -47,5 +47,5 @@ NOTHING = Selection.of('(?!)')
 
 
 def path_of(keys: Any) -> str:
-    """Returns the path of a leaf in a tree of parameters."""
-    return '/'.join(str(key.key) for key in keys)
+    """Returns the path of a leaf in a tree of dicts, which other nodes do not count."""
+    return '/'.join(str(key.key) for key in keys if hasattr(key, 'key'))

@@ -19,6 +19,7 @@ from benchmarks.selections import Selection, path_of
 from benchmarks.workloads import Workload
 
 ADAM = optax.adam(1e-3)
+CLIP = optax.clip_by_global_norm(1.0)
 
 
 class UnableError(Exception):
@@ -34,7 +35,7 @@ class Data:
     inputs: list[jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Trainer:
     """A training step.
 
@@ -78,15 +79,22 @@ def labelled(frozen: Any) -> Any:
 
 
 def stops(
-    work: Workload, data: Data, spelling: Any = spellings.by_hand, one_jit: bool = False
+    work: Workload,
+    data: Data,
+    spelling: Any = spellings.by_hand,
+    one_jit: bool = False,
+    clip: bool = False,
 ) -> Trainer:
     """Stops gradients in the loss; the gradient is a full tree with zeros."""
     gradient = jax.value_and_grad(work.loss(spelling), has_aux=True)
     tx = labelled(work.frozen.mask(data.params))
+    tx = optax.chain(CLIP, tx) if clip else tx
     return optimized(tx, gradient, data, one_jit=one_jit)
 
 
-def partition(work: Workload, data: Data, tx: Any = ADAM) -> Trainer:
+def partition(
+    work: Workload, data: Data, tx: Any = ADAM, one_jit: bool = False
+) -> Trainer:
     """Splits the parameters; the loss is a function of the live ones."""
     if work.per_use:
         raise UnableError('no parameter is frozen in all of its uses')
@@ -130,7 +138,7 @@ def partition(work: Workload, data: Data, tx: Any = ADAM) -> Trainer:
     def init(params: Any) -> Any:
         return tx.init(live_part(params))
 
-    return Trainer(gradient, update, init, {**live, **frozen}, data.state)
+    return Trainer(gradient, update, init, {**live, **frozen}, data.state, one_jit)
 
 
 def masks(
@@ -144,7 +152,7 @@ def masks(
     gradient = jax.value_and_grad(work.loss_of(work.module), has_aux=True)
     frozen = work.frozen.mask(data.params)
     tx = optax.chain(
-        optax.clip_by_global_norm(1.0) if clip else optax.identity(),
+        CLIP if clip else optax.identity(),
         optax.masked(ADAM, jax.tree.map(lambda leaf: not leaf, frozen)),
         optax.masked(optax.set_to_zero(), frozen),
     )

@@ -117,6 +117,21 @@ def program_text(compiled: Any) -> str:
     return module.to_string(options)
 
 
+def counts(compiled: Any) -> dict[str, float]:
+    """Returns XLA's counts of a compiled program: its flops, the bytes it accesses.
+
+    The compiler of a GPU that is not there counts nothing. Then XLA counts the
+    optimized program as it does for a CPU.
+    """
+    found = compiled.cost_analysis()
+    if found is None:
+        [module] = compiled.runtime_executable().hlo_modules()
+        [cpu, *_] = jax.devices('cpu')
+        home, name = importlib.import_module('jaxlib._jax'), 'hlo_module_cost_analysis'
+        found = versions.call('benchmarks', home, name, cpu.client, module)
+    return found
+
+
 def kept_arguments(compiled: Any) -> list[int]:
     """The numbers of the arguments that a compiled program takes.
 

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.dtypes import float0
+from jax.sharding import AxisType
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.tracing import Tracer
 from flax_sg.optim.masks import parameters_of, trained_leaves
 from flax_sg.optim.selections import Marked, Selection, around, inside, selections
 from flax_sg.trees.beside import beside, other_shape
@@ -286,7 +288,9 @@ def _update(row: _Row, update: Any) -> Any:
 def _nothing(leaf: Any) -> Any:
     """The update of a frozen leaf: a constant that adds nothing, and takes no memory.
 
-    It is minus zero: 0.0 would change the sign of -0.0, so XLA would add it.
+    It is minus zero, as 0.0 changes the sign of -0.0. A program makes it by itself: of
+    large arrays that it captures, JAX warns. With explicit shardings XLA would add
+    minus zero, and it leaves out zero, as that of ``optax.set_to_zero``.
     """
 
     def constant(leaf: Any) -> Any:
@@ -294,6 +298,10 @@ def _nothing(leaf: Any) -> Any:
             return leaf if getattr(leaf, 'dtype', None) == float0 else ABSENT
         zero = np.zeros((), getattr(leaf, 'dtype', jnp.result_type(leaf)))
         inexact = jnp.issubdtype(zero.dtype, jnp.inexact)
+        if isinstance(leaf, Tracer):
+            explicit = AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types
+            fill = -zero if inexact and not explicit else zero
+            return jnp.full_like(leaf, fill, zero.dtype)
         return np.broadcast_to(-zero if inexact else zero, np.shape(leaf))
 
     return jax.tree.map(constant, leaf)

@@ -15,6 +15,10 @@ from flax_sg.internals import jaxprs
 _TABLES = re.compile(
     r'^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*', re.MULTILINE
 )
+# A hash of the program before it was optimized, of its names too.
+_FINGERPRINT = re.compile(r'\bfingerprint\w*="[^"]*",?')
+# Parameters stand anywhere in a computation.
+_PARAMETER = re.compile(r'\s+(?:ROOT )?%[\w.-]+ = [^"]* parameter\((\d+)\)')
 
 
 def assert_same_program(
@@ -72,8 +76,9 @@ def _differ(what: str) -> errors.ExpectationError:
 def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> str:
     """Returns the optimized HLO of a program, without names.
 
-    Instructions and computations are numbered in the order of their first use. So
-    programs that differ in names alone have equal texts. Functions of Python that a
+    The parameters of a computation come first, by their index. Instructions and
+    computations are numbered in the order of their first use. So programs that differ
+    in names alone have equal texts. Functions of Python that a
     program calls back are not in its text; ``assert_same_program`` compares them, too.
 
     Args:
@@ -110,8 +115,30 @@ def _text_of(compiled: Any) -> str:
     text = _TABLES.sub('', jaxprs.program_text(compiled))
     # The head of a computation repeats the names of its parameters.
     text = re.sub(r'\b[\w.-]+: (?=[a-z]+\d*\[|\()', '', text)
+    head, *lines = _FINGERPRINT.sub('', text).split('\n')
+    text = '\n'.join([head, *_parameters_first(lines)])
     names: dict[str, str] = {}
     text = re.sub(
         r'%[\w.-]+', lambda m: names.setdefault(m.group(), f'%{len(names)}'), text
     )
     return re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
+
+
+def _parameters_first(lines: list[str]) -> list[str]:
+    """Moves the parameters of each computation to its top, by their index.
+
+    The other instructions stay in their order: it may be the order they run in.
+    """
+    out: list[str] = []
+    top = 0  # Where the parameters of this computation begin in ``out``.
+    parameters: dict[int, str] = {}
+    for line in lines:
+        if found := _PARAMETER.match(line):
+            parameters[int(found[1])] = line
+            continue
+        if line == '}':
+            out[top:top] = [parameters.pop(n) for n in sorted(parameters)]
+        out.append(line)
+        if line.endswith('{'):
+            top = len(out)
+    return out

@@ -18,10 +18,11 @@ from flax.core import freeze as frozen_dict
 from flax.core.meta import Partitioned
 from flax.training import train_state
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flax_sg as sg
 import oracle
-from flax_sg import errors
+from flax_sg import errors, testing
 from flax_sg import linen as nn
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
@@ -492,6 +493,52 @@ def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
     updates, _ = tx.update(odd, tx.init({}))
     assert updates['absent'] is sg.ABSENT
     assert updates['float0'].dtype == jax.dtypes.float0
+
+
+def test_a_large_frozen_part_is_no_constant_of_the_program():
+    """JAX warns of two gigabytes that are captured; here a warning is an error."""
+    large = jax.ShapeDtypeStruct((1024, 1024, 1024), np.float32)
+    params = {'backbone': large, 'head': jax.ShapeDtypeStruct((3,), np.float32)}
+    tx = sg.freeze(optax.sgd(0.1), 'backbone')
+
+    def step(params, state, grads):
+        return optax.apply_updates(params, tx.update(grads, state, params)[0])
+
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(step, donate_argnums=0).lower(params, state, params)
+    # It goes through as it is.
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 1000
+
+
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+def test_what_is_frozen_goes_through_a_program_as_it_is(kind):
+    """With explicit shardings XLA adds minus zero, and leaves out zero."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ('data',), axis_types=(kind,))
+    sharding = NamedSharding(mesh, PartitionSpec('data'))
+    leaf = jax.ShapeDtypeStruct((64, 64), np.float32, sharding=sharding)
+    params = {'backbone': leaf, 'head': leaf}
+    labels = {'backbone': 'frozen', 'head': 'live'}
+    sgd = optax.sgd(0.1)
+
+    def step(tx):
+        def step(params, grads):
+            state = tx.init(params)
+            return optax.apply_updates(params, tx.update(grads, state, params)[0])
+
+        return jax.jit(step, donate_argnums=0)
+
+    by_hand = optax.multi_transform(
+        {'live': sgd, 'frozen': optax.set_to_zero()}, labels
+    )
+    with jax.set_mesh(mesh):
+        steps = step(sg.freeze(sgd, 'backbone')), step(by_hand)
+        testing.assert_same_program(*steps, params, params)
+        text = testing.optimized_hlo(steps[0], params, params)
+        assert text.count(' add(') + text.count(' subtract(') == 1
+        minus = jax.device_put(np.full((64, 64), -0.0, np.float32), sharding)
+        zeros = {name: jnp.copy(minus) for name in params}
+        new = steps[0](zeros, {name: jnp.ones_like(minus) for name in params})
+    assert np.signbit(new['backbone']).all()
 
 
 def test_pruned_gradients_for_an_optimizer_of_optax_say_what_to_write():

@@ -50,6 +50,51 @@ def test_names_and_tables_of_places_are_left_out(monkeypatch):
     assert texts[0] == ['HloModule,', 'entry', 'ENTRY', '%0', '{', '%1', '}']
 
 
+FUSED = """HloModule jit_f, frontend_attributes={fingerprint_before_lhs="%s",x="y"}
+
+%%fused (a: f32[2], b: f32[3]) -> f32[3] {
+%s
+  ROOT %%c = f32[3]{0} custom-call(%%a, %%b), backend_config="%%z = parameter(1)"
+}
+
+ENTRY %%main (p: f32[2]) -> f32[2] {
+  %%one = f32[] constant(1)
+  ROOT %%p = f32[2]{0} parameter(0)
+}
+"""
+A, B = '  %a = f32[2]{0} parameter(0)', '  %b = f32[3]{0} parameter(1)'
+
+
+def hlo(monkeypatch, text):
+    monkeypatch.setattr(jaxprs, 'program_text', lambda _: text)
+    return testing.optimized_hlo(jax.jit(jnp.sin).lower(1.0).compile())
+
+
+def test_where_parameters_stand_and_fingerprints_are_no_part_of_a_program(monkeypatch):
+    """The compilers of GPUs and TPUs have parameters of a body in any order."""
+    one = hlo(monkeypatch, FUSED % ('c83f', f'{A}\n{B}'))
+    assert one == hlo(monkeypatch, FUSED % ('ebba', f'{B}\n{A}'))
+    assert one.splitlines() == [
+        'HloModule, frontend_attributes={x="y"}',
+        '',
+        '%0 (f32[2], f32[3]) -> f32[3] {',
+        '  %1 = f32[2]{0} parameter(0)',
+        '  %2 = f32[3]{0} parameter(1)',
+        '  ROOT %3 = f32[3]{0} custom-call(%1, %2), backend_config="%4 = parameter(1)"',
+        '}',
+        '',
+        'ENTRY %5 (f32[2]) -> f32[2] {',
+        '  ROOT %6 = f32[2]{0} parameter(0)',
+        '  %7 = f32[] constant(1)',
+        '}',
+    ]
+    # What a parameter is, and the order in which the others are read, is a part of it.
+    for other in (f'{A}\n{B}'.replace('(1)', '(2)'), f'{B}\n{A}'.replace('[2]', '[4]')):
+        assert one != hlo(monkeypatch, FUSED % ('c83f', other))
+    swapped = (FUSED % ('c83f', f'{A}\n{B}')).replace('(%a, %b)', '(%b, %a)')
+    assert one != hlo(monkeypatch, swapped)
+
+
 def test_constants_are_part_of_a_program():
     """HLO as text leaves out the values of all but the smallest."""
     one = np.arange(16, dtype=np.float32) ** 2

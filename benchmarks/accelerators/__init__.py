@@ -1,0 +1,1 @@
+"""Programs for accelerators that are not there, made by their own compilers."""

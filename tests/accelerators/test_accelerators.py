@@ -1,0 +1,169 @@
+"""Programs for TPUs and GPUs that are not there are those by hand.
+
+The compilers of these run on any CPU. `dev.py accelerators --smoke` installs one and
+runs these tests. Elsewhere they are skipped.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import flax_sg as sg
+from benchmarks.accelerators import compilers, kernels, results, rows, tables
+from benchmarks.accelerators.models import BACKBONE, Decoder
+from benchmarks.accelerators.rows import Row
+from benchmarks.accelerators.sharded import data_of
+from flax_sg import errors, testing
+from flax_sg import linen as nn
+
+# LayerNorm promotes bfloat16.
+pytestmark = pytest.mark.usefixtures('standard_promotion')
+
+NET = Decoder(2, 64)
+FOUR = {'tpu': 'v5e:2x2', 'cuda': '1x1x4'}
+
+
+@pytest.fixture(params=FOUR)
+def platform(request: pytest.FixtureRequest) -> str:
+    """A platform whose compiler is here; where it has to be, it is not skipped."""
+    name: str = request.param
+    try:
+        compilers.compiler(name)
+    except compilers.NoCompilerError as reason:
+        if os.environ.get('FLAX_SG_COMPILER') == name:
+            raise
+        pytest.skip(str(reason))
+    return name
+
+
+def loss_of(spelling, net, params, tokens):
+    if spelling == 'by hand':
+        params = BACKBONE.map(jax.lax.stop_gradient, params)
+    if spelling == 'Frozen':
+        net = nn.Frozen(net, BACKBONE.pattern)
+    if spelling == 'block':
+        with nn.stop_gradient(BACKBONE.pattern):
+            return net.apply({'params': params}, tokens)
+    return net.apply({'params': params}, tokens)
+
+
+def gradient(spelling, net=NET):
+    loss = functools.partial(loss_of, spelling, net)
+    if spelling == 'wrt':
+        return sg.grad(loss, wrt='head/**', absent='zeros')
+    return jax.grad(loss)
+
+
+def shapes(mesh, tree, *spec):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
+
+
+@pytest.mark.parametrize('count', [1, 4])
+def test_programs_are_those_by_hand(platform, count):
+    devices = compilers.devices(platform, FOUR[platform])[:count]
+    mesh = Mesh(np.array(devices), ('data',))
+    data = data_of(NET, 4, 16)
+    args = shapes(mesh, data.params), shapes(mesh, data.inputs[0], 'data')
+    hand = jax.jit(gradient('by hand')).lower(*args).compile()
+    for spelling in ('block', 'Frozen', 'wrt'):
+        testing.assert_same_program(gradient(spelling), hand, *args)
+    with pytest.raises(errors.ExpectationError, match='different programs'):
+        testing.assert_same_program(gradient('none'), hand, *args)
+    row = rows.row_of('', '', '', [hand])
+    assert row.flops and row.peak and not row.host
+    assert bool(row.collectives) == (count > 1)
+
+
+def test_a_kernel_of_pallas_under_a_block(platform):
+    net = Decoder(2, 256, 2, attention=kernels.flash(platform))
+    [device, *_] = compilers.devices(platform, FOUR[platform])
+    mesh = Mesh(np.array([device]), ('data',))
+    data = data_of(net, 2, 256)
+    args = shapes(mesh, data.params), shapes(mesh, data.inputs[0])
+    for spelling in ('block', 'Frozen'):
+        ours, hand = gradient(spelling, net), gradient('by hand', net)
+        testing.assert_same_program(ours, hand, *args)
+    loss = functools.partial(loss_of, 'block', net)
+    testing.assert_trains_only(loss, 'head/**', *args)
+
+
+def test_what_the_compiler_does_not_know_is_said_in_one_line(platform):
+    with pytest.raises(compilers.NoCompilerError) as info:
+        compilers.devices(platform, 'v99:2x2')
+    [line] = str(info.value).splitlines()
+    assert compilers.compiler(platform) in line
+    assert "makes no topology 'v99:2x2'" in line
+
+
+def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, 'version', missing)
+    with pytest.raises(compilers.NoCompilerError) as info:
+        compilers.devices('tpu', 'v5e:2x2')
+    wanted = 'libtpu is not installed: python3 dev.py accelerators tpu'
+    assert str(info.value) == wanted
+
+
+def test_collectives_are_counted_by_kind_and_bytes():
+    text = """
+      %a = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1}}
+      %b = (bf16[2]{0:T(256)}, f32[3]{0}) all-reduce(%y, %z), to_apply=%add
+      %c = (bf16[2]{0}, bf16[8]{0}) all-gather-start(%x), dimensions={0}
+      %d = bf16[8]{0} all-gather-done(%c)
+      %e = f32[5]{0} all-reduce-start(%x), to_apply=%add
+      %f = f8e4m3fn[16]{0} reduce-scatter(%x), dimensions={0}
+      %g = f32[16]{0} fusion(%all-reduce), kind=kLoop
+    """
+    assert rows.collectives(text) == {
+        'all-reduce': (3, 4 * 32 + 2 * 2 + 4 * 3 + 4 * 5),
+        'all-gather': (1, 16),
+        'reduce-scatter': (1, 16),
+    }
+
+
+def test_rows_are_kept_and_written(tmp_path):
+    old = Row('v5e', 'LoRA', 'stops by hand', 'stops', flops=1e6)
+    new = Row('v5e', 'LoRA', 'stops by hand', 'stops', flops=2e6, peak=3_000_000)
+    other = Row('v5e', 'LoRA', 'optax mask', note='needs 20.0G of 15.7G')
+    moved = {'all-reduce': (2, 5_000_000)}
+    named = Row('v5e', 'scan', 'x', 'other', collectives=moved, trace=0.5)
+    file = results.folder('libtpu 0.0.1', tmp_path) / 'sharded.json'
+    assert file.parent.name == 'libtpu_0.0.1'
+    for row in (old, other, named, new):
+        results.keep(file, [row])
+    assert results.read(file) == [new, other, named]
+    wanted = {'sharded': [('v5e', 'LoRA'), ('v5p', 'LoRA'), ('v5p', 'scan')]}
+    tables.write(file.parent, 'libtpu 0.0.1', wanted)
+    page = (file.parent / 'README.md').read_text().splitlines()
+    assert page[0] == '# libtpu 0.0.1'
+    assert '| stops by hand | stops | 2 | 0 | 0 | 0 | 3 |' in page
+    assert '- optax mask: needs 20.0G of 15.7G' in page
+    assert page[-1] == '- sharded, v5p: LoRA; scan'
+    [line] = [line for line in page if line.startswith('| x ')]
+    assert line.endswith('| 2 all-reduce (5) | 0.50 |')
+
+
+def test_the_command_says_what_is_missing():
+    done = subprocess.run(
+        [sys.executable, '-m', 'benchmarks.accelerators', 'cuda', '--topology', 'x'],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith('jax-cuda12-pjrt')
+    assert 'is not installed' in last or "makes no topology 'x'" in last
