@@ -231,7 +231,8 @@ class _Kind(list[Number]):
             while (question := number.question) is not None:
                 asked.append(number)
                 said = None
-                if fn is not None and type(question) is tuple:
+                # Of a leaf within a variable it is asked twice: see ``takes``.
+                if fn is not None and type(question) is tuple and not question[2]:
                     path = number.paths.get(owner) or number.path_for(owner)
                     try:
                         said = fn(path)

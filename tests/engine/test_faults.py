@@ -168,7 +168,7 @@ def by_core(variables: Any) -> Any:
 PROGRAMS: dict[str, tuple[Callable[[Any], Any], Any, int]] = {
     'blocks': (in_blocks, Model(), 47),
     'rules': (in_rules, Model(), 197),
-    'lifts': (in_lifts, Lifts(), 610),
+    'lifts': (in_lifts, Lifts(), 480),
     'wrappers': (in_wrappers, Wraps(), 227),
     'values': (by_core, Model(), 79),
 }
