@@ -223,7 +223,9 @@ class _Kind(list[Number]):
         firsts = tuple(self)
         # Opening asks a function of all variables that were traced under its code. A
         # function alone is called at once, if each variable comes up once.
-        fn = getattr(asker.rewrite.where, 'fn', None) if len(firsts) == 1 else None
+        where, fn = asker.rewrite.where, None
+        if type(where) is filters.Predicate and len(firsts) == 1:
+            fn = where.fn
         owner, early = asker.owner_path, asker.early
         for first in firsts:
             number = first
