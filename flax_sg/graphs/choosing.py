@@ -13,7 +13,7 @@ from flax import nnx
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part
 from flax_sg.filters.paths import Path
-from flax_sg.graphs.asking import ask, in_variables, parameters
+from flax_sg.graphs.asking import IN_VARIABLES, ask, parameters
 from flax_sg.graphs.views import VIEWS
 from flax_sg.graphs.walks import Keys, Walk
 from flax_sg.internals.places import Place, warn_once
@@ -87,7 +87,7 @@ def where(
         isinstance(x.value, nnx.Variable) for x in walk.leaves
     ):
         # What is in no Variable may be a table, which no optimizer should move.
-        kind = in_variables
+        kind = IN_VARIABLES
     found = [
         one for one in ask('nnx.where', walk, where, kind, unused) if any(one.said)
     ]
