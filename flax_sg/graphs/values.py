@@ -108,6 +108,7 @@ def _reader(root: Any) -> Callable[[Names], Any]:
         )
         return {name_of(keys[0]): value for keys, value in pairs if keys}
 
+    @functools.cache
     def read(names: Names) -> Any:
         return below(names[:-1]).get(names[-1]) if names else root
 

@@ -60,13 +60,14 @@ class Walk:
     Attributes:
         model: the model.
         modules: the modules in it, by ``id``.
+        variables: the leaves that are Variables, by ``id`` of these.
         leaves: each Variable and each other array once.
         is_tree: whether nothing stands at two places.
     """
 
     def __init__(self, model: Any) -> None:
         self.model, self.leaves = model, list[Leaf]()
-        self.modules, self._variables = dict[int, Any](), dict[int, Leaf]()
+        self.modules, self.variables = dict[int, Any](), dict[int, Leaf]()
         # A module or a container, taken apart: the keys that lead to each child, the
         # children, and what puts them together again. A child is a module, a leaf, or
         # in a tuple, if it is static.
@@ -146,7 +147,7 @@ class Walk:
         # JAX does not know a module class that was made with ``pytree=False``. There
         # Flax takes modules, Variables and arrays for data, and nothing else.
         is_unknown = isinstance(node, nnx.Pytree) and jax.tree_util.all_leaves([node])
-        known, modules = self._variables, self.modules
+        known, modules = self.variables, self.modules
         if isinstance(node, nnx.Pytree):
             modules[id(node)] = node
         # JAX asks for the node first, and a module may hold itself.
