@@ -263,6 +263,9 @@ def test_other_values_of_a_model_with_statistics(form):
     assert stats.head.kernel is model.head.kernel
     with pytest.raises(errors.UnusedFilterError, match="'norm/extra'"):
         nnx.substitute(model, {'norm': {'extra': ONES}})
+    with pytest.raises(errors.UnusedFilterError, match="'norm/maen'"):
+        typo = {'norm': {'var': target.norm.var, 'maen': ONES}}
+        nnx.substitute(model, typo, kind=nnx.BatchStat)
     target.extra = nnx.Param(ONES)
     with pytest.raises(errors.UnusedFilterError, match="'extra'"):
         nnx.substitute(model, STATES[form](target))
