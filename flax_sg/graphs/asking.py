@@ -22,8 +22,8 @@ class Asked(NamedTuple):
 
     Attributes:
         leaf: the leaf.
-        path: the first of its paths that the filter takes; the first one if there is
-            none. It knows others.
+        path: one of its paths, which knows others: the first one, or one by which a
+            part of the filter takes it.
         said: the filter's answer for each array in the value, or one if there is none.
     """
 
@@ -31,18 +31,21 @@ class Asked(NamedTuple):
     path: Path
     said: list[Any]
 
+    @property
+    def rows(self) -> list[tuple[Path, Any, Any]]:
+        """For each array the path, the answer, and the array."""
+        pairs = zip(self.said, self.leaf.arrays, strict=bool(self.leaf.arrays))
+        return [(self.path, takes, array) for takes, array in pairs]
+
 
 def parameters(path: Keys, value: Any) -> bool:
     """The kind that views take by default: ``nnx.Param``, and arrays in no Variable."""
     del path
-    is_param = isinstance(value, nnx.Param)  # Of most it is all there is to ask.
-    return is_param or (is_parameter(value) and not is_whole(value))
+    return is_parameter(value) and not is_whole(value)
 
 
-def in_variables(path: Keys, value: Any) -> bool:
-    """The kind that ``nnx.grad`` and ``nnx.Optimizer`` take: ``nnx.Param`` alone."""
-    del path
-    return isinstance(value, nnx.Param)
+# The kind that ``nnx.grad`` and ``nnx.Optimizer`` take.
+IN_VARIABLES = nnx.OfType(nnx.Param)
 
 
 def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked]:
@@ -64,7 +67,7 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         raise wrong_argument(walk.model, 'NNX module', f'{call}(model, where)')
     where, is_kind = filters.as_filter(where), nnx.filterlib.to_predicate(kind)
     leaves = [leaf for leaf in walk.leaves if is_kind(leaf.keys, leaf.value)]
-    if kind not in (parameters, in_variables):
+    if kind not in (parameters, IN_VARIABLES):
         call = f'{call}(kind={_shown(kind)})'
         if not leaves and unused == 'raise':
             raise errors.UnusedFilterError(
@@ -72,25 +75,59 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
                 f'There are: {_kinds_in(walk.leaves) or "no Variables"}.\n'
                 'Write a type, such as kind=nnx.Param, or leave kind= out.'
             )
-    arrays = {leaf: _arrays_of(leaf) for leaf in leaves}
-    names = _names(walk, where, arrays)
-    # A Variable is a box: its arrays share its path, and differ in their shapes.
-    rows = [[_path(where, names[x], array) for array in arrays[x]] for x in leaves]
+    paths = {leaf: _paths(leaf, leaf.names) for leaf in leaves}
+    for atom in () if walk.is_tree else where.atoms:
+        _find_others(walk, atom, paths)
+    every = [path for several in paths.values() for path in several]
     with raised_by(call):
         try:
-            said = iter(selected([[p for of in rows for p in of]], where, unused)[0])
+            said = iter(selected([every], where, unused)[0])
         except errors.UnusedFilterError as error:
-            lost = [x for x in where.atoms if not any(_holds(x, y) for y in leaves)]
-            beside = [x for x in walk.leaves if lost and _holds(lost[0], x)]
+            # It may be the path of another kind.
+            lost = (x for x in where.atoms if not any(_takes(x, p) for p in every))
+            atom = next(lost, filters.as_filter(False))
+            beside = [x for x in walk.leaves if _takes(atom, *_paths(x, x.names))]
             if beside:
                 head, *_, last = str(error).splitlines()
                 other = f'It takes others: write kind={_kinds_in(beside)}.'
                 error.args = (f'{head}\n{other}\n{last}',)
             raise
-    return [
-        Asked(leaf, paths[0], [next(said) for _ in paths])
-        for leaf, paths in zip(leaves, rows, strict=True)
-    ]
+    return [Asked(x, of[0], [next(said) for _ in of]) for x, of in paths.items()]
+
+
+def _paths(leaf: Leaf, names: Names) -> list[Path]:
+    """A path for each array in a leaf, or one if there is none.
+
+    A Variable is a box: its arrays share its path, and differ in their shapes.
+    """
+    arrays = [*map(shape_and_dtype, leaf.arrays)] or [None]
+    return [Path.of('params', names, array=array) for array in arrays]
+
+
+def _find_others(walk: Walk, atom: Atom, paths: dict[Leaf, list[Path]]) -> None:
+    """Puts a path by which an atom takes a leaf before others; it knows these.
+
+    It is searched for each atom alone: there may be thousands of paths.
+    """
+
+    def state_after(keys: Keys) -> Hashable | None:
+        return atom.state_after('/'.join(map(str, keys)))
+
+    left = {leaf for leaf, own in paths.items() if not _takes(atom, *own)}
+    for leaf, keys in walk.by_path(state_after) if left else ():
+        others = _paths(leaf, tuple(map(str, keys)))
+        if leaf in left and _takes(atom, *others):
+            left.discard(leaf)
+            for path, other in zip(paths[leaf], others, strict=True):
+                other.also, path.also = (path, *path.also), ()
+            paths[leaf] = others
+
+
+def _takes(where: filters.Filter, *paths: Path) -> bool:
+    try:
+        return any(map(where, paths))
+    except errors.FlaxSGError:  # A tree of bools has one path of tied weights.
+        return False
 
 
 def _shown(kind: Any) -> str:
@@ -104,55 +141,3 @@ def _shown(kind: Any) -> str:
 def _kinds_in(leaves: list[Leaf]) -> str:
     names = dict.fromkeys(_shown(type(leaf.value)) for leaf in leaves)
     return ', '.join(names) if len(names) < 2 else f'({", ".join(names)})'
-
-
-def _arrays_of(leaf: Leaf) -> list[Any]:
-    leaves = jax.tree.leaves(leaf.value, is_leaf=is_whole)
-    return [*map(shape_and_dtype, leaves)] or [None]
-
-
-def _names(
-    walk: Walk, where: filters.Filter, arrays: dict[Leaf, list[Any]]
-) -> dict[Leaf, list[Names]]:
-    """For each leaf its first path, and one for each atom that does not take this.
-
-    A path is searched for each atom alone: there may be thousands of paths.
-    """
-    found = {leaf: [leaf.names] for leaf in arrays}
-    for atom in () if walk.is_tree else where.atoms:
-
-        def state_after(keys: Keys, atom: Atom = atom) -> Hashable | None:
-            return atom.state_after('/'.join(map(str, keys)))
-
-        left = {leaf for leaf in arrays if not _holds(atom, leaf)}
-        for leaf, keys in walk.by_path(state_after) if left else ():
-            names = tuple(map(str, keys))
-            if leaf in left and _holds(atom, leaf, names):
-                found[leaf].append(names)
-                left.discard(leaf)
-    return found
-
-
-def _path(where: filters.Filter, names: list[Names], array: Any) -> Path:
-    """The first path of a leaf that a filter takes; it knows the others."""
-    first, *others = paths = [Path.of('params', x, array=array) for x in names]
-    if others:
-        first = next((path for path in paths if _takes(where, path)), first)
-        first.also = tuple(path for path in paths if path is not first)
-    return first
-
-
-def _holds(where: filters.Filter, leaf: Leaf, names: Names | None = None) -> bool:
-    """Whether a filter takes any of the arrays in a leaf, by one of its paths."""
-    paths = (
-        Path.of('params', names or leaf.names, array=array)
-        for array in _arrays_of(leaf)
-    )
-    return any(_takes(where, path) for path in paths)
-
-
-def _takes(where: filters.Filter, path: Path) -> bool:
-    try:
-        return bool(where(path))
-    except errors.FlaxSGError:  # A tree of bools has one path of tied weights.
-        return False

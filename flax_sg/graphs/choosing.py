@@ -13,7 +13,7 @@ from flax import nnx
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part
 from flax_sg.filters.paths import Path
-from flax_sg.graphs.asking import ask, in_variables, parameters
+from flax_sg.graphs.asking import IN_VARIABLES, ask, parameters
 from flax_sg.graphs.views import VIEWS
 from flax_sg.graphs.walks import Keys, Walk
 from flax_sg.internals.places import Place, warn_once
@@ -83,14 +83,11 @@ def where(
         UnknownNameError: later, if it is asked for a new Variable of the ``kind``.
     """
     walk = Walk(model)
-    if kind is parameters and any(
-        isinstance(x.value, nnx.Variable) for x in walk.leaves
-    ):
+    if kind is parameters and walk.variables:
         # What is in no Variable may be a table, which no optimizer should move.
-        kind = in_variables
-    found = [
-        one for one in ask('nnx.where', walk, where, kind, unused) if any(one.said)
-    ]
+        kind = IN_VARIABLES
+    asked = ask('nnx.where', walk, where, kind, unused)
+    found = [one for one in asked if any(one.said)]
     for one in found:
         if not all(takes is True for takes in one.said):
             raise of_a_part(one.path, 'an NNX filter')
@@ -99,33 +96,30 @@ def where(
     return ByPath(filters.Derived(selected, known, 'nnx.where'), kind)
 
 
-def for_nnx(where: Any, model: Any = None) -> Any:
+def for_nnx(given: Any, model: Any = None) -> Any:
     """An NNX filter of whatever people give as one: filters of flax_sg, or of NNX.
 
     Args:
-        where: a filter of paths, a filter of NNX, or a list with some of both.
+        given: a filter of paths, a filter of NNX, or a list with some of both.
         model: the model, whose names are checked; None if it is not known yet.
 
     Raises:
         UnusedFilterError: if a path is not in the model.
         FilterTypeError: if a filter of NNX holds a glob, which Flax takes for a tag.
     """
-    if isinstance(where, (list, tuple)):
-        return tuple(for_nnx(each, model) for each in where)
-    if isinstance(where, str) and not re.search('[*/]', where):
+    if isinstance(given, (list, tuple)):
+        return tuple(for_nnx(each, model) for each in given)
+    if isinstance(given, str) and not re.search('[*/]', given):
         # It may be the tag of a kind, such as those of ``nnx.with_metadata``.
-        tagged = nnx.filterlib.to_predicate(where)
+        tagged = nnx.filterlib.to_predicate(given)
         if model is None:
-            return tagged, filters.as_filter(where)
+            return tagged, filters.as_filter(given)
         if any(tagged(leaf.keys, leaf.value) for leaf in Walk(model).leaves):
-            return where
-    elif isinstance(where, ByPath) or not _is_of_paths(where):
-        _check_tags(where)
-        return where
-    return filters.as_filter(where) if model is None else _where(model, where)
-
-
-_where = where
+            return given
+    elif not _is_of_paths(given):
+        _check_tags(given)
+        return given
+    return filters.as_filter(given) if model is None else where(model, given)
 
 
 def _is_of_paths(where: Any) -> bool:

@@ -11,7 +11,7 @@ from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
 from flax_sg.forms import cotangent_blocks, value_blocks
 from flax_sg.graphs.asking import parameters
-from flax_sg.graphs.values import values_of
+from flax_sg.graphs.values import other_values
 from flax_sg.graphs.views import view
 from flax_sg.graphs.walks import Walk
 
@@ -148,7 +148,7 @@ def substitute(model: M, values: Any, *, kind: Any = parameters, **how: Any) -> 
         raise wrong_argument(values, 'model or tree', 'nnx.substitute(model, target)')
     walk = Walk(model)
     if isinstance(values, (nnx.Pytree, Mapping, list, tuple)):
-        values = values_of(walk, values, kind)
+        return view(walk, other_values(walk, values, kind, **how), kind)
     return view(walk, value_blocks.substitute(values, **how), kind)
 
 

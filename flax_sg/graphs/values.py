@@ -6,20 +6,26 @@ one of the two and not in the other: a Variable that is given two values is an e
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from flax import nnx, traverse_util
+import numpy as np
+from flax import nnx
 
-from flax_sg import errors
-from flax_sg.filters.paths import shape_and_dtype
-from flax_sg.graphs.walks import Leaf, Names, Walk
+from flax_sg import errors, filters
+from flax_sg.filters.paths import name_of, shape_and_dtype
+from flax_sg.graphs.walks import Keys, Leaf, Names, Walk
+from flax_sg.rules import rules, substitutes
+from flax_sg.trees.leaves import ABSENT
 
 
-def values_of(walk: Walk, values: Any, kind: Any) -> dict[str, Any]:
-    """Nested dicts of values, by the first path of each Variable.
+def other_values(
+    walk: Walk, values: Any, kind: Any, where: Any = ABSENT, unused: str = 'raise'
+) -> rules.Rewrite:
+    """The rule by which a model reads other values.
 
     A value is of the kind of the Variable that it is for, so states of optimizers and
     pure states will do. Others are left out.
@@ -28,58 +34,49 @@ def values_of(walk: Walk, values: Any, kind: Any) -> dict[str, Any]:
         walk: the model.
         values: a model, a state, or a tree with some of both.
         kind: an NNX filter.
-
-    Returns:
-        The values. An error in the place of one is for whoever reads it.
+        where: what is read as other values; by default what has some.
+        unused: as for filters.
     """
-    is_kind, target = nnx.filterlib.to_predicate(kind), Walk([values])
+    found = _values(walk, values, kind)
+    entries = {('params', names): raw(x) for names, x in found.items()}
+    if not entries:
+        raise substitutes.no_values('a tree without a value')
+    where = filters.Names(frozenset(entries)) if where is ABSENT else where
+    rule = substitutes.FromTree(entries)
+    return rules.Rewrite(filters.as_filter(where), rule, unused=unused)
+
+
+def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
+    """Values by the first path of each Variable, and what has none in the model.
+
+    An error in the place of a value is for whoever reads it.
+    """
+    is_kind, target = nnx.filterlib.to_predicate(kind), Walk(values)
+    mine, theirs = _reader(walk.model), _reader(values)
     given: dict[Leaf, list[tuple[Names, Any]]] = {}
-    found: dict[Names, Any] = {}
-    met: dict[tuple[int, int], Any] = {}
-    gaps: list[Leaf] = []
+    lacking = list[Leaf]()
 
-    def below(node: Any) -> dict[str, Any]:
-        if isinstance(node, nnx.Pytree):
-            return target.below(node, lambda x: x.value if type(x) is Leaf else x)
-        pairs = node.items() if isinstance(node, Mapping) else enumerate(node or ())
-        return {str(name): value for name, value in pairs}
+    def state_after(keys: Keys) -> Any:
+        names = tuple(map(str, keys))
+        return id(theirs(names)), _is_in(theirs, names, nnx.Pytree)
 
-    def meet(names: Names, mine: Any, theirs: Any, whole: bool) -> None:
-        if type(mine) is Leaf:
-            given.setdefault(mine, []).append((names, theirs))
-        elif not isinstance(theirs, (nnx.Pytree, Mapping, list, tuple, type(None))):
-            found[names] = None  # There is no Variable of this name.
-        elif (id(mine), id(theirs)) not in met:
-            met[id(mine), id(theirs)] = mine, theirs
-            own, others = walk.below(mine), below(theirs)
-            # A model has a value for each Variable; a tree may have some.
-            whole = whole or isinstance(theirs, nnx.Pytree)
-            if isinstance(theirs, nnx.State) and any(
-                type(own.get(name)) is Leaf for name in others
-            ):
-                lacking = (own[name] for name in own.keys() - others.keys())
-                gaps.extend(leaf for leaf in lacking if type(leaf) is Leaf)
-            for name in dict.fromkeys([*others, *(own if whole else ())]):
-                value, plain = others.get(name), not whole
-                if name in own:
-                    meet((*names, name), own[name], value, whole)
-                elif any(
-                    is_kind(x.keys, x.value)
-                    or (plain and not isinstance(x.value, nnx.Variable))
-                    for x in Walk([value]).leaves
-                ):
-                    found[(*names, name)] = None
-
-    meet((), walk.model, values, False)
-    for leaf, several in given.items():
-        value = _one_of(several) if is_kind(leaf.keys, leaf.value) else None
-        if value is not None:
-            found[leaf.names] = as_one(raw(value))
+    for leaf, keys in walk.by_path(state_after):
+        names = tuple(map(str, keys))
+        value, around = theirs(names), theirs(names[:-1])
+        # A model has a value for each Variable; a tree may have some.
+        if value is not None or _is_in(theirs, names, nnx.Pytree):
+            given.setdefault(leaf, []).append((names, value))
+        elif isinstance(around, Mapping) and _is_in(theirs, names, nnx.State):
+            lacking += [leaf] * any(isinstance(x, _VALUES) for x in around.values())
     forms = {_form(value) for several in given.values() for _, value in several}
-    for leaf in gaps:
-        is_lacking = leaf not in given and is_kind(leaf.keys, leaf.value)
-        # It may be tied in the target: a state has one path of such a weight.
-        if is_lacking and _form(leaf.value) in forms:
+    found: dict[Names, Any] = {}
+    for leaf in walk.leaves:
+        if not is_kind(leaf.keys, leaf.value):
+            continue
+        if leaf in given:
+            found[leaf.names] = _one_of(given[leaf])
+        elif leaf in lacking and _form(leaf.value) in forms:
+            # It may be tied in the target: a state has one path of such a weight.
             found[leaf.names] = errors.StructureError(
                 f'nnx.substitute: the state has no value for {"/".join(leaf.names)!r}, '
                 'beside others of its module.\n'
@@ -87,17 +84,46 @@ def values_of(walk: Walk, values: Any, kind: Any) -> dict[str, Any]:
                 "model's own at the other.\n"
                 'Give the target itself, or name what is replaced: where=.'
             )
-    return traverse_util.unflatten_dict(found)
+    for leaf in target.leaves:
+        of_tree = not (target.modules or isinstance(leaf.value, nnx.Variable))
+        is_asked = of_tree or is_kind(leaf.keys, leaf.value)
+        if is_asked and not _is_in(mine, leaf.names, _VALUES):
+            found[leaf.names] = leaf.value
+    return {names: value for names, value in found.items() if value is not None}
+
+
+# What stands at the path of a parameter.
+_VALUES = (nnx.Variable, jax.Array, np.ndarray, int, float, complex)
+
+
+def _reader(root: Any) -> Callable[[Names], Any]:
+    """A function that reads what a model or a tree has at a path; None for nothing."""
+
+    @functools.cache
+    def below(names: Names) -> dict[str, Any]:
+        node, is_root = read(names), iter([False])  # JAX asks for the node first.
+        pairs, _ = jax.tree_util.tree_flatten_with_path(
+            vars(node) if isinstance(node, nnx.Pytree) else node,
+            is_leaf=lambda _: next(is_root, True),
+        )
+        return {name_of(keys[0]): value for keys, value in pairs if keys}
+
+    @functools.cache
+    def read(names: Names) -> Any:
+        return below(names[:-1]).get(names[-1]) if names else root
+
+    return read
+
+
+def _is_in(read: Callable[[Names], Any], names: Names, kinds: Any) -> bool:
+    """Whether one of these kinds stands at a path, or on the way."""
+    way = (read(names[:n]) for n in range(len(names) + 1))
+    return any(isinstance(node, kinds) for node in way)
 
 
 def raw(value: Any) -> Any:
     """What is stored in a Variable; an array as it is."""
     return value.get_raw_value() if isinstance(value, nnx.Variable) else value
-
-
-def as_one(value: Any) -> Any:
-    """What a Variable holds; a dict as one value, which nests no Variables."""
-    return (value,) if isinstance(value, Mapping) else value
 
 
 def _form(value: Any) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
-from flax import nnx, traverse_util
+from flax import nnx
 
 from flax_sg.graphs.held import PLAIN, Held
 from flax_sg.trees.leaves import is_array, is_whole
@@ -35,13 +35,15 @@ class Leaf:
     Attributes:
         value: the Variable or the array.
         keys: the first of its paths, which is the one that Flax knows.
+        arrays: what is in the value.
+        treedef: the structure of it: a Variable has its type and metadata there.
     """
 
-    __slots__ = ('keys', 'value')
-    keys: Any
+    keys: Any = None
 
     def __init__(self, value: Any) -> None:
-        self.value, self.keys = value, None
+        self.value = value
+        self.arrays, self.treedef = jax.tree.flatten(value, is_leaf=is_whole)
 
     @property
     def names(self) -> Names:
@@ -58,13 +60,14 @@ class Walk:
     Attributes:
         model: the model.
         modules: the modules in it, by ``id``.
+        variables: the leaves that are Variables, by ``id`` of these.
         leaves: each Variable and each other array once.
         is_tree: whether nothing stands at two places.
     """
 
     def __init__(self, model: Any) -> None:
         self.model, self.leaves = model, list[Leaf]()
-        self.modules, self._variables = dict[int, Any](), dict[int, Leaf]()
+        self.modules, self.variables = dict[int, Any](), dict[int, Leaf]()
         # A module or a container, taken apart: the keys that lead to each child, the
         # children, and what puts them together again. A child is a module, a leaf, or
         # in a tuple, if it is static.
@@ -103,18 +106,6 @@ class Walk:
                 elif type(child) is not tuple:
                     below.append(((*keys, *more), child, around))
             found += sorted(below, key=operator.itemgetter(0), reverse=True)
-
-    def below(
-        self, node: Any, of_child: Callable[[Any], Any] = lambda child: child
-    ) -> dict[str, Any]:
-        """What is in a module, by name: nested dicts of modules and leaves."""
-        if id(node) not in self._parts:
-            return node  # Such a dict.
-        keys, children, _ = self._parts[id(node)]
-        pairs = zip((tuple(map(str, of)) for of in keys), children, strict=True)
-        return traverse_util.unflatten_dict(
-            {names: of_child(x) for names, x in pairs if type(x) is not tuple}
-        )
 
     def copy(self, new: Mapping[Leaf, Any]) -> Any:
         """Copies the modules; each Variable is the same object, or a new one.
@@ -156,7 +147,7 @@ class Walk:
         # JAX does not know a module class that was made with ``pytree=False``. There
         # Flax takes modules, Variables and arrays for data, and nothing else.
         is_unknown = isinstance(node, nnx.Pytree) and jax.tree_util.all_leaves([node])
-        known, modules = self._variables, self.modules
+        known, modules = self.variables, self.modules
         if isinstance(node, nnx.Pytree):
             modules[id(node)] = node
         # JAX asks for the node first, and a module may hold itself.

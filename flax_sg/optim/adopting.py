@@ -122,7 +122,7 @@ def adopt(
     begin = filters.as_filter(fresh)
     [said] = selected([leaves.paths], begin)
     whole(said, leaves.paths, 'fresh=')
-    adopted: list[tuple[Any, str]] = []
+    found: dict[Names, tuple[Any, str]] = {}
     # By the part of the state that they stand in, what became of moments.
     moments: dict[Names, set[str]] = {}
     for names, made in pairs:
@@ -134,24 +134,22 @@ def adopt(
             if names in values and not begins
         ]
         is_own = owner.owns(made) and owner.trained and not _is_one(made)
-        found = (_of_one if is_own else _of_all)(made, given, owner)
-        adopted.append(found)
-        if owner.owns(made) or owner.is_flat(made):
-            moments.setdefault(owner.part, set()).add(found[1])
+        found[names] = (_of_one if is_own else _of_all)(made, given, owner)
+        if owner.is_moment(made):
+            moments.setdefault(owner.part, set()).add(found[names][1])
     became: dict[str, set[str]] = {}
-    for n, (names, made) in enumerate(pairs):
+    for names, made in pairs:
         owner = owners[names]
-        is_moment = owner.owns(made) or owner.is_flat(made)
-        if not is_moment and moments.get(owner.part) == {'fresh'}:
-            adopted[n] = made, 'fresh'  # A count is as old as its moments.
-        became.setdefault(owner.name, set()).add(adopted[n][1])
+        if moments.get(owner.part) == {'fresh'}:
+            found[names] = made, 'fresh'  # A count is as old as its moments.
+        became.setdefault(owner.name, set()).add(found[names][1])
     if report is not None:
         lists: dict[str, list[str]] = {'carried': [], 'in part': [], 'fresh': []}
         for name, all_of in sorted(became.items()):
             lists[all_of.pop() if len(all_of) == 1 else 'in part'].append(name)
         known = {owners[names].name for names in itertools.chain(*states)}
         report({**lists, 'dropped': sorted(known - became.keys())})
-    values = [value for value, _ in adopted]
+    values = [found[names][0] for names, _ in pairs]
     return jax.tree.structure(new, is_leaf=_is_one).unflatten(values)
 
 
@@ -197,6 +195,10 @@ class _Owner(NamedTuple):
         size = sum(math.prod(shape_of_part(*row)) for row in rows if row[0])
         return shape_of(made) == (size,) != (1,) and is_differentiable(made)
 
+    def is_moment(self, made: Any) -> bool:
+        """Whether a value is what an optimizer remembers of parameters."""
+        return self.owns(made) or self.is_flat(made)
+
 
 # What a state has at a place, and whom it belongs to there, if somebody says which
 # transformation made the state.
@@ -207,13 +209,11 @@ def _of_all(made: Any, given: Sequence[Given], owner: _Owner) -> tuple[Any, str]
     """A value that belongs to all parameters, and whether it is carried."""
     flat, now = owner.is_flat(made), owner.of
     for value, before in given:
-        same = not flat if before is None else not (flat or _is_one(made))
-        if before is not None and not same:
-            was = before.of
-            same = was.shapes == now.shapes and all(
-                map(_is_same, was.trained, now.trained, now.shapes)
-            )
-        if same and _type(value) == _type(made):
+        # If nobody says whose it was, its structure has to tell.
+        fits = not flat and (before is None or not _is_one(made))
+        if before is not None and before.of.shapes == now.shapes:
+            fits |= all(map(_is_same, before.of.trained, now.trained, now.shapes))
+        if fits and _type(value) == _type(made):
             return value, 'carried'
     return made, 'fresh'
 

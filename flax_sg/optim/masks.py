@@ -81,10 +81,8 @@ def mask(
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
     if where or is_absent(trained) == is_absent(frozen):
-        got = 'neither' if is_absent(trained) and is_absent(frozen) else 'both'
         raise errors.ArgumentValueError(
-            f'mask() got {"a filter without" if where else got + " of"} trained= and '
-            'frozen=.\n'
+            'sg.mask takes one filter, by name: trained= or frozen=.\n'
             'A mask is True at what you name, and the other way round it freezes what '
             'should be trained.\n'
             "Write sg.mask(params, trained='head/**') or sg.mask(params, "

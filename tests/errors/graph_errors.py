@@ -147,6 +147,10 @@ CASES: dict[str, Any] = {
         lambda: nnx.substitute(model, NAME),
         "ArgumentTypeError: 'ema' | nnx.substitute(model, target)",
     ),
+    'a tree without values': (
+        lambda: nnx.substitute(model, {'layer': {}}),
+        'ArgumentTypeError: a tree without a value cannot be read in place of',
+    ),
     'a filter of another model': (
         lambda: nnx.state([model], nnx.where(model, 'kernel')),
         "UnknownNameError: 'kernel' | nnx.where",

@@ -263,6 +263,9 @@ def test_other_values_of_a_model_with_statistics(form):
     assert stats.head.kernel is model.head.kernel
     with pytest.raises(errors.UnusedFilterError, match="'norm/extra'"):
         nnx.substitute(model, {'norm': {'extra': ONES}})
+    with pytest.raises(errors.UnusedFilterError, match="'norm/maen'"):
+        typo = {'norm': {'var': target.norm.var, 'maen': ONES}}
+        nnx.substitute(model, typo, kind=nnx.BatchStat)
     target.extra = nnx.Param(ONES)
     with pytest.raises(errors.UnusedFilterError, match="'extra'"):
         nnx.substitute(model, STATES[form](target))
@@ -283,6 +286,12 @@ def test_gradients_flow_to_other_values():
     target, model = map(pure, both)
     assert (target['w'].tolist(), target['v'].any()) == ([11.0, 21.0, 31.0], False)
     assert (model['w'].any(), model['v'].tolist()) == (False, [25.0] * 3)
+
+
+def test_a_part_with_the_name_of_a_collection():
+    model, target = (nnx.Dict(params=Scale(x), head=Scale(x)) for x in (2.0, 5.0))
+    view = nnx.substitute(model, target)
+    oracle.assert_same([apply(view.params), apply(view.head)], [apply(Scale(5.0))] * 2)
 
 
 def test_values_that_do_not_fit():

@@ -163,11 +163,11 @@ class Tied(nnx.Module):
 
 
 MASK = {'above': {'tied': {'kernel': True, 'bias': False}}}
+TWO_PATHS = sg.filters.as_filter('two/*') & 'weights/*'
+KERNEL = ['one/kernel', 'two/kernel', 'weights/0', 'above/tied/kernel', MASK, TWO_PATHS]
 
 
-@pytest.mark.parametrize(
-    'where', ['one/kernel', 'two/kernel', 'weights/0', 'above/tied/kernel', MASK]
-)
+@pytest.mark.parametrize('where', KERNEL)
 def test_tied_weights_by_any_of_their_paths(where):
     model = Tied()
     assert zeros(stopping(where), model) == ['above/tied/kernel']
