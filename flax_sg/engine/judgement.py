@@ -16,8 +16,8 @@ from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, root_of, thread
 from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import selects, wants
-from flax_sg.filters.expressions import find_unused
 from flax_sg.filters.paths import Path
+from flax_sg.filters.unused import find_unused
 from flax_sg.internals import core_scopes
 from flax_sg.internals.places import warn_once
 from flax_sg.trees.variables import facts_of, iter_leaf_keys

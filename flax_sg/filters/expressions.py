@@ -484,25 +484,3 @@ def decide(
     if matched is not None:
         matched.update(answers)
     return where.evaluate(answers)
-
-
-def find_unused(
-    where: Filter,
-    matched: Set[Filter],
-    paths: Sequence[Path],
-    owner: Owner,
-    any_taken: bool,
-) -> errors.FlaxSGError | None:
-    """The error if a part of a filter means something that does not exist.
-
-    Args:
-        where: the filter.
-        matched: the atoms that took a variable.
-        paths: the path of every variable.
-        owner: the names of the module that they are relative to, if one is known.
-        any_taken: whether the filter as a whole takes a variable.
-    """
-    for atom in where.atoms:
-        if error := atom.unused(atom in matched, paths, owner):
-            return error
-    return where.unused(any_taken, paths, owner) if isinstance(where, And) else None

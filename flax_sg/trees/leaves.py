@@ -20,8 +20,9 @@ from flax.core import meta
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
-from flax_sg.filters.expressions import find_unused, of_a_part
+from flax_sg.filters.expressions import of_a_part
 from flax_sg.filters.paths import Path, name_of, names_in, shape_and_dtype
+from flax_sg.filters.unused import find_unused
 from flax_sg.internals import tracing
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent

@@ -34,8 +34,9 @@ from flax_sg.filters import (
     Regex,
     as_filter,
 )
-from flax_sg.filters.expressions import Atom, decide, find_unused
+from flax_sg.filters.expressions import Atom, decide
 from flax_sg.filters.paths import Path
+from flax_sg.filters.unused import find_unused
 
 pytestmark = pytest.mark.every_case
 

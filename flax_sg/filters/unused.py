@@ -1,0 +1,31 @@
+"""Finds the part of a filter that means nothing that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from flax_sg import errors
+from flax_sg.filters.expressions import And, Filter
+from flax_sg.filters.paths import Owner, Path
+
+
+def find_unused(
+    where: Filter,
+    matched: Set[Filter],
+    paths: Sequence[Path],
+    owner: Owner,
+    any_taken: bool,
+) -> errors.FlaxSGError | None:
+    """The error if a part of a filter means something that does not exist.
+
+    Args:
+        where: the filter.
+        matched: the atoms that took a variable.
+        paths: the path of every variable.
+        owner: the names of the module that they are relative to, if one is known.
+        any_taken: whether the filter as a whole takes a variable.
+    """
+    for atom in where.atoms:
+        if error := atom.unused(atom in matched, paths, owner):
+            return error
+    return where.unused(any_taken, paths, owner) if isinstance(where, And) else None
