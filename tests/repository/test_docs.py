@@ -4,6 +4,7 @@ import inspect
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import flax.linen
 import flax.nnx
@@ -46,11 +47,36 @@ MODULES = [
     (testing, 'testing', {'Moves'}),
     (errors, 'errors', set[str]()),
 ]
+# What ``where`` or ``wrt`` of a function names: what the word says.
+SIDES: dict[Any, str] = {
+    linen.stop_gradient: 'where stopped',
+    linen.train_only: 'where trained',
+    linen.Frozen: 'where frozen',
+    linen.mirror: 'where stopped',
+    core.stop_gradient: 'where stopped',
+    flax_sg.stop_gradient: 'where stopped',
+    flax_sg.freeze: 'where frozen',
+    flax_sg.grad: 'wrt differentiated',
+    flax_sg.value_and_grad: 'wrt differentiated',
+    flax_sg.vjp: 'wrt differentiated',
+    testing.assert_trains_only: 'where trained',
+    testing.assert_flows: 'where trained',
+    testing.assert_stopped: 'where stopped',
+    testing.assert_moves_only: 'where moved',
+}
+
 if hasattr(flax.nnx.Variable, 'get_value'):  # flax_sg.nnx asks for flax 0.12.1.
     from flax_sg import nnx
 
     EXTENDED[nnx] = flax.nnx
     MODULES.append((nnx, 'nnx', set()))
+    SIDES.update(
+        {
+            nnx.stop_gradient: 'where stopped',
+            nnx.train_only: 'where trained',
+            nnx.Optimizer: 'wrt trained',
+        }
+    )
 each_module = pytest.mark.parametrize(
     ('module', 'short', 'returned'), MODULES, ids=[short for _, short, _ in MODULES]
 )
@@ -77,3 +103,20 @@ def test_the_summary_on_top(module: ModuleType, short: str, returned: set[str]):
     tables = re.findall(r'^\.\. autosummary::\n((?:   .*\n|\n)+)', page, re.M)
     names = re.findall(r'^   (\w+)$', ''.join(tables), re.M)
     assert sorted(names) == sorted(names_of(module))
+
+
+@pytest.mark.parametrize(
+    'function', SIDES, ids=lambda f: f'{f.__module__}.{f.__name__}'
+)
+def test_the_reference_begins_with_the_side(function: Any):
+    argument, side = SIDES[function].split()
+    _, second, *_ = (inspect.getdoc(function) or '').split('\n\n')
+    assert second.startswith(f'``{argument}`` names what is **{side}**')
+
+
+@pytest.mark.parametrize('module', [flax_sg, core, filters, testing])
+def test_a_module_lists_what_is_public(module: ModuleType):
+    assert dir(module) == sorted(module.__all__)
+    modules = {name for name in dir(module) if inspect.ismodule(getattr(module, name))}
+    ours = {'core', 'errors', 'filters', 'linen', 'testing'}
+    assert modules == (ours if module is flax_sg else set())
