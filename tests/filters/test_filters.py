@@ -731,7 +731,11 @@ def test_one_of_several_collections_is_told(tree, where, advised):
             re.compile('inner/enc/.*'),
             "Paths begin at the module of the block: 'enc/.*'.",
         ),
-        ('out/**', "It is outside of the module of the block: '/out/**'."),
+        ('out/**', "It is outside of the module of the block: '**/out/**'."),
+        (
+            re.compile('out/.*'),
+            "It is outside of the module of the block: '.*/out/.*'.",
+        ),
         # The front is no text.
         ('in*/enc/**', 'A pattern matches whole paths'),
         ('inner/dec/**', 'A pattern matches whole paths'),

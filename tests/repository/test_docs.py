@@ -120,3 +120,33 @@ def test_a_module_lists_what_is_public(module: ModuleType):
     modules = {name for name in dir(module) if inspect.ismodule(getattr(module, name))}
     ours = {'core', 'errors', 'filters', 'linen', 'testing'}
     assert modules == (ours if module is flax_sg else set())
+
+
+def missing(folder: Path, page: Path) -> list[str]:
+    """The files that a page names or links to, and that are not in a folder."""
+    text = re.sub(r'^```.*?^```$', '', page.read_text(), flags=re.M | re.S)
+    there = [file for file in folder.rglob('*') if not HIDDEN & {*file.parts}]
+    ends = {'/'.join(f.parts[-n:]) for f in there for n in range(1, len(f.parts))}
+    named = re.findall(r'`([\w./-]+\.(?:py|md|ipynb|toml|cff|svg))`', text)
+    links = re.findall(r'\]\(([^)#:\s]+)(?:#[^)]*)?\)', text)
+    lost = [link for link in links if not (page.parent / link).exists()]
+    return [name for name in named if name not in ends] + lost
+
+
+HIDDEN = {'.git', '.venv', '_build', '__pycache__', 'node_modules'}
+ROOT = DOCS.parent
+ROOMS = ['docs', 'flax_sg', 'tests', 'benchmarks', 'notebooks']
+EVERY_PAGE = [*ROOT.glob('*.md'), *(p for r in ROOMS for p in (ROOT / r).rglob('*.md'))]
+
+
+@pytest.mark.parametrize('page', EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_files_that_a_page_names_exist(page: Path):
+    # Files of the reader, in examples.
+    assert set(missing(ROOT, page)) <= {'net.py', 'train.py'}
+
+
+def test_a_file_that_does_not_exist_is_found(tmp_path: Path):
+    (tmp_path / 'there.py').touch()
+    page = tmp_path / 'README.md'
+    page.write_text('`there.py`, `gone.py`, [a](there.py#x), [b](lost.md), [c](#here)')
+    assert missing(tmp_path, page) == ['gone.py', 'lost.md']
