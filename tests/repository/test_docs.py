@@ -92,6 +92,7 @@ def test_the_page_of_all_names(module: ModuleType, short: str, returned: set[str
 @each_module
 def test_the_reference(module: ModuleType, short: str, returned: set[str]):
     page = (DOCS / f'reference/{module.__name__.rpartition(".")[2]}.md').read_text()
+    assert page.split('\n\n')[1].startswith('> A code host shows')
     shown = re.findall(r'^\.\. auto(?!module|summary)\w+:: ([\w.]+)', page, re.M)
     names = [name.rpartition('.')[2] for name in shown]
     assert sorted(names) == sorted(names_of(module) | returned)
