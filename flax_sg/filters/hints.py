@@ -120,7 +120,9 @@ def _respelled(
     names = pattern.split('/')
     for n, (name, other) in enumerate(zip(names, near.split('/'), strict=False)):
         # What is no identifier may have a meaning in the pattern.
-        if (name + other).isidentifier():
+        if re.fullmatch(rf'{re.escape(name)}_\d+', other):  # One of a list of modules.
+            names[n] = f'{name}_.*' if compiled is re.compile else f'{name}_*'
+        elif (name + other).isidentifier():
             names[n] = (*difflib.get_close_matches(name, [other], 1, 0.75), name)[0]
     text = '/'.join(names)
     many = _many(compiled)

@@ -764,6 +764,18 @@ def test_a_path_from_the_root_is_told(where, line):
         Outer().init(jax.random.key(0), jnp.ones((1, 2)))
 
 
+@pytest.mark.parametrize(
+    ('where', 'write'),
+    [('encoder/**', 'encoder_*/**'), (re.compile('encoder/.*'), 'encoder_.*/.*')],
+)
+def test_a_list_of_modules_is_named_as_a_whole(where, write):
+    paths = [Path.of('params', (f'encoder_{n}', 'w')) for n in range(2)]
+    error = as_filter(where).unused(False, paths, ())
+    assert f'Did you mean {write!r}?' in str(error)
+    found = as_filter(re.compile(write) if where != 'encoder/**' else write)
+    assert all(map(found, paths))
+
+
 def test_a_variable_outside_the_module_is_named_with_a_slash():
     outside = Path.of('params', ('encoder', 'w'), ('me',))
     error = as_filter('encoder/**').unused(False, [outside], ('me',))
