@@ -10,8 +10,11 @@ import re
 
 from docutils import nodes
 from sphinx import addnodes
+from sphinx.util import logging
 
 import flax_sg
+
+logger = logging.getLogger(__name__)
 
 project = 'flax_sg'
 author = 'The flax_sg authors'
@@ -92,17 +95,27 @@ def show_for_users(app, what, name, obj, options, signature, returns):
     return signature, returns
 
 
+def text_of(node):
+    """The text of a node with each name once: Sphinx holds its long form, too."""
+    node = node.deepcopy()
+    for name in list(node.findall(addnodes.pending_xref_condition)):
+        if name['condition'] != 'resolved':
+            name.parent.remove(name)
+    return node.astext()
+
+
 def shorten(app, domain, objtype, content):
     """Writes types in signatures as the source does."""
     for node in content.parent.findall(addnodes.desc_parameter):
-        text = node.astext()
-        short = text
+        short = text = text_of(node)
         for long, name in _SHORT.items():
             short = short.replace(long, name)
         if short != text:
             name, colon, rest = short.partition(':')
             node.children[:] = [addnodes.desc_sig_name(name, name)]
             node += nodes.Text(colon + rest)
+            if twice := re.search(r'([A-Z]\w+)\1', node.astext()):
+                logger.warning('A type is written twice: %s', twice[0])
 
 
 def link_notebooks(app, docname, source):
@@ -111,8 +124,15 @@ def link_notebooks(app, docname, source):
     source[0] = re.sub(link, r'{doc}`\1 </notebooks/\2>`', source[0])
 
 
+def drop_notes(app, docname, source):
+    """Drops what the pages of the reference say to readers on a code host."""
+    if docname.startswith('reference/'):
+        source[0] = re.sub(r'^> A code host .*\n(> .*\n)*', '', source[0], flags=re.M)
+
+
 def setup(app):
     """Connects the functions above."""
     app.connect('autodoc-process-signature', show_for_users)
     app.connect('source-read', link_notebooks)
+    app.connect('source-read', drop_notes)
     app.connect('object-description-transform', shorten)

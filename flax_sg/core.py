@@ -19,6 +19,10 @@ from flax_sg.rules import rules
 __all__ = ['lift', 'stop_gradient']
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def lift(fn: Callable[..., Any], rewrite: rules.Rewrite) -> Callable[..., Any]:
     """Lifts a function of a scope so that it reads rewritten variables.
 
@@ -62,6 +66,8 @@ def stop_gradient(
     unused: str = 'raise',
 ) -> Callable[..., Any]:
     """Lifts a function of a scope so that no gradient reaches the chosen variables.
+
+    ``where`` names what is **stopped**.
 
     Values, random streams and what ``fn`` writes are those of ``fn``. It is
     ``lift(fn, nn.stop_gradient(where))``.

@@ -479,8 +479,7 @@ print('what has changed:       ', [part for part in changed if changed[part]])
 # `sg.tabulate` says which modules a call trains: here the reader alone.
 
 # %%
-show = sg.tabulate(Codes(), jax.random.key(0), method='reading_loss')
-print(show(x, labels))
+print(sg.tabulate(Codes(), x, labels, method='reading_loss'))
 
 # %% [markdown]
 # ## What was claimed

@@ -31,6 +31,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` with respect to the leaves that a filter selects.
 
+    ``wrt`` names what is **differentiated**.
+
     The compiled program is that of ``jax.value_and_grad`` on a tree that was split by
     hand: what is not selected has no backward pass and no buffers.
 
@@ -130,6 +132,8 @@ def grad(
 ) -> Callable[..., Any]:
     """``jax.grad`` with respect to the leaves that a filter selects.
 
+    ``wrt`` names what is **differentiated**.
+
     >>> import flax_sg as sg
     >>> kernel = {'left': {'variance': 2.0, 'scale': 3.0}, 'right': {'variance': 5.0}}
     >>> def loss(k):
@@ -159,6 +163,8 @@ def vjp(
     unused: str = 'raise',
 ) -> Any:
     """``jax.vjp`` with respect to the leaves that a filter selects, and no others.
+
+    ``wrt`` names what is **differentiated**.
 
     A leaf that is not selected is a constant: it costs no flops, no residuals and no
     cotangents. Values that are computed from it and a selected leaf stay in the chain:

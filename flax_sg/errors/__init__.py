@@ -71,8 +71,8 @@ class ArgumentTypeError(FlaxSGError, TypeError):
         nn.Frozen(params)                                # wrong: a tree
         sg.stop_gradient(params, 'encoder/**')
 
-        sg.tabulate(nn.Dense, rngs)(x)                   # wrong: a class
-        sg.tabulate(nn.Dense(4), rngs)(x)
+        sg.tabulate(nn.Dense, x)                         # wrong: a class
+        sg.tabulate(nn.Dense(4), x)
 
     Also raised if what was selected by name cannot be differentiated. Only real and
     complex arrays and numbers have a gradient::

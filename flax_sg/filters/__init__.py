@@ -151,3 +151,7 @@ _glob = functools.lru_cache(1024)(Glob)  # A step opens the same blocks each tim
 Filter.convert = staticmethod(as_filter)
 
 __all__ = ['Collection', 'Filter', 'Where', 'as_filter', 'of_type']
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -69,7 +69,10 @@ def _of_the_root(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str
             continue
         front = path.absolute.removesuffix(path)
         if path.outside:
-            told, write = 'It is outside of the module of the block', f'/{pattern}'
+            told, write = (
+                'It is outside of the module of the block',
+                f'{_many(compiled)}/{pattern}',
+            )
         elif pattern.startswith(front):
             told, write = (
                 'Paths begin at the module of the block',
@@ -117,12 +120,19 @@ def _respelled(
     names = pattern.split('/')
     for n, (name, other) in enumerate(zip(names, near.split('/'), strict=False)):
         # What is no identifier may have a meaning in the pattern.
-        if (name + other).isidentifier():
+        if re.fullmatch(rf'{re.escape(name)}_\d+', other):  # One of a list of modules.
+            names[n] = f'{name}_.*' if compiled is re.compile else f'{name}_*'
+        elif (name + other).isidentifier():
             names[n] = (*difflib.get_close_matches(name, [other], 1, 0.75), name)[0]
     text = '/'.join(names)
-    many = '.*' if compiled is re.compile else '**'
+    many = _many(compiled)
     several = text, f'{text}/{many}', f'{many}/{text}'
     return next((each for each in several if _fits(each, paths, compiled)), '')
+
+
+def _many(compiled: _Compile) -> str:
+    """The pattern of any number of names."""
+    return '.*' if compiled is re.compile else '**'
 
 
 def nearest(pattern: str, paths: Iterable[str], n: int = 3) -> list[str]:

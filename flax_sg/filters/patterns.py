@@ -32,7 +32,8 @@ class Glob(Atom):
     are in it: ``'w[0,0] 1x0e'``. A ``sg.Path`` in place of a str fits nothing else.
 
     A variable outside the module that opened the block has a path with a leading '/'.
-    A pattern fits such a path only if the pattern begins with '/' or with ``**``.
+    A pattern fits such a path only if the pattern begins with '/' or with ``**``: write
+    ``'**/encoder/**'`` for a shared module, wherever it is.
 
     >>> from flax_sg import Path
     >>> from flax_sg.filters import Glob

@@ -74,6 +74,8 @@ def mirror(
 ) -> Any:
     """A view of a module: the same parameters, seen through ``stop_gradient``.
 
+    ``where`` names what is **stopped**, by default everything.
+
     Use it for a target, a teacher or a second branch that must not be trained. A view
     has no parameters of its own. Calls, methods, attributes and submodules are those of
     ``module``. ``module`` may be called before the view or after it.

@@ -108,6 +108,8 @@ def stop_gradient(
 ) -> Any:
     """A tree in which the selected leaves are behind ``jax.lax.stop_gradient``.
 
+    ``where`` names what is **stopped**.
+
     >>> import jax, flax_sg as sg
     >>> def loss(params):
     ...     params = sg.stop_gradient(params, 'encoder/**')

@@ -28,13 +28,13 @@ def stop_gradient(
 ) -> BlockDecorator:
     """Stops the gradient of the parameters that ``where`` selects.
 
+    ``where`` names what is **stopped**. To name what is trained instead, and stop
+    everything else, write ``train_only``.
+
     In the block these parameters are read through ``jax.lax.stop_gradient``. Nothing
     else changes: outputs, random streams, mutable collections, all other gradients, and
     reads before and after the block. Gradients flow *through* a stopped module to its
     input.
-
-    ``where`` names what is **stopped**. To name what is trained instead, and stop
-    everything else, write ``train_only``.
 
     As a block, around some lines of a method or around ``model.apply``:
 
@@ -132,8 +132,8 @@ def train_only(
 ) -> BlockDecorator:
     """Stops the gradient of all parameters except those that ``where`` selects.
 
-    The complement of ``stop_gradient``, said positively: ``where`` names what is
-    **trained**. ``train_only(where)`` is ``stop_gradient(~as_filter(where))``.
+    ``where`` names what is **trained**. ``train_only(where)`` is
+    ``stop_gradient(~as_filter(where))``.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn

@@ -261,6 +261,8 @@ class Wrapper(_Forwards, modules.Module):
 class Frozen(Wrapper):
     """A module whose parameters get no gradient through it.
 
+    ``where`` names what is **frozen**, by default everything.
+
     What is read through the wrapper (calls, methods, attributes, submodules) is read
     through ``jax.lax.stop_gradient``. Parameter names, initial values, random streams
     and outputs are those of the bare module, wherever it stands: checkpoints fit both

@@ -184,6 +184,8 @@ class DiffState(nnx.DiffState):
 class Optimizer(nnx.Optimizer[M]):
     """Flax's ``nnx.Optimizer``, whose ``wrt=`` may be a filter of flax_sg.
 
+    ``wrt`` names what is **trained**.
+
     >>> import optax, flax_sg as sg
     >>> from flax_sg import nnx
     >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)

@@ -21,11 +21,12 @@ M = TypeVar('M')
 def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which the selected Variables get no gradient.
 
+    ``where`` names what is **stopped**.
+
     The view is a model of the same class. It reads ``jax.lax.stop_gradient`` of the
     selected Variables, and *is* the model everywhere else: what is written through the
     view, such as batch statistics, reaches the model. The model itself stays trained.
-    ``where`` names what is **stopped**. Make the view in the function that is
-    differentiated:
+    Make the view in the function that is differentiated:
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import nnx
@@ -88,6 +89,8 @@ def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any)
 
 def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which only the selected Variables are trained.
+
+    ``where`` names what is **trained**.
 
     The complement of ``stop_gradient``: ``where`` names what is **trained**.
 

@@ -141,6 +141,9 @@ def freeze(
 ) -> optax.GradientTransformationExtraArgs:
     """Freezes parameters in an optimizer: it never sees them.
 
+    ``where`` names what is **frozen**: the opposite of ``wrt=``, and of optax's masks,
+    which are True where a parameter is trained.
+
     No state, no update, no decay, no momentum for what is frozen, no share in the norm
     that a clip *inside* ``tx`` looks at. A gradient that is stopped in the model alone
     is zero, and AdamW still decays the weight, momentum still moves it. If nothing

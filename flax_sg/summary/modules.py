@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
 from flax import linen
 from flax.core.scope import DenyList
 
@@ -23,12 +25,13 @@ _STATE = DenyList(('params', 'intermediates'))
 
 
 def tabulate(
-    module: Any,
+    model: Any,
+    *args: Any,
     rngs: Any = None,
     depth: int | Literal['fit'] | None = 'fit',
     **kwargs: Any,
-) -> Callable[..., ModuleTable]:
-    """Returns a function that shows which modules of a model are trained.
+) -> ModuleTable:
+    """Shows which modules of a model are trained.
 
     A module's row counts the parameters of its submodules too. Equal neighbouring
     layers share one row. A partly frozen module is marked ``partly``. A table wider
@@ -38,7 +41,7 @@ def tabulate(
     >>> from flax_sg import linen as nn
     >>> layers = [nn.Frozen(nn.Dense(8)), nn.Frozen(nn.Dense(8)), nn.Dense(2)]
     >>> model = nn.Sequential(layers)
-    >>> print(sg.tabulate(model, jax.random.key(0))(jnp.ones((4, 8))))
+    >>> print(sg.tabulate(model, jnp.ones((4, 8))))
     module           class        parameters   trainable   gradient
     ────────────────────────────────────────────────────────────────
     (model)          Sequential          162          18   partly
@@ -48,8 +51,10 @@ def tabulate(
     Trainable: 18 (72 B)   Frozen: 144 (576 B)
 
     Args:
-        module: the module, of linen or NNX.
-        rngs: random keys, as for ``init``. An NNX module needs none.
+        model: the module, of linen or NNX.
+        *args: the arguments of the module, arrays or their shapes.
+        rngs: random keys, as for ``init``, or their shapes; one key by default. An NNX
+            module needs none.
         depth: how many submodules deep the table goes, or ``None`` for all of them. The
             default ``'fit'`` goes as deep as fits into 50 lines, at least one deep. The
             last lines say if the table leaves modules out.
@@ -60,11 +65,11 @@ def tabulate(
             a method that returns the loss.
 
     Returns:
-        A function that takes the method's arguments, arrays or their shapes, and
-        returns a ``ModuleTable``. Nothing is compiled or run.
+        A ``ModuleTable``, which prints as a table. Nothing is compiled or run.
 
     Raises:
-        ArgumentTypeError: if ``module`` is not a Module instance.
+        ArgumentTypeError: if ``model`` is not a Module instance, or if its argument is
+            a random key that it cannot take.
         ArgumentValueError: if ``depth`` is not an int from 0 on, ``None`` or ``'fit'``.
 
     Note:
@@ -72,44 +77,55 @@ def tabulate(
         outputs see ``nn.tabulate``; for the running statistics that a call updates,
         ``testing.moves(variables, new_variables)``.
     """
-    is_graph = is_of_nnx(type(module), 'Module')
-    if not is_graph and not isinstance(module, linen.Module):
+    is_graph = is_of_nnx(type(model), 'Module')
+    if not is_graph and not isinstance(model, linen.Module):
         raise errors.ArgumentTypeError(
-            f'tabulate() takes a Module instance, and was given {brief(module)}.\n'
-            'Make the module: sg.tabulate(Model(...), rngs)(x).'
+            f'tabulate() takes a Module instance, and was given {brief(model)}.\n'
+            'Make the module: sg.tabulate(Model(...), x).'
         )
     if depth < 0 if isinstance(depth, int) else depth not in ('fit', None):
         raise unknown_choice('depth', depth, ('fit', 1, 2, None))
+    has_method, options = 'method' in kwargs, {**kwargs}
+    if is_graph:
+        run = options.pop('method', type(model).__call__)
+        tree, classes = model, classes_of(model)
+    else:
+        mutable = options.pop('mutable', _STATE)  # For ``apply``: init makes all.
+        rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
+        run = model
+        try:
+            tree, classes = variables_of(model, rngs, args, options)
+        except Exception as error:
+            if not any(_is_key(arg) for arg in args):
+                raise
+            raise errors.ArgumentTypeError(
+                f'tabulate() gave {type(model).__name__} a random key as its argument, '
+                f'and init raised {type(error).__name__}.\n'
+                'flax.linen.tabulate takes the keys first; here they have a name.\n'
+                'Write sg.tabulate(model, x), or sg.tabulate(model, x, rngs=rngs).'
+            ) from error
+        options |= {'rngs': rngs, 'mutable': mutable}
+    found: list[Counted] = []
+    if leaves_of(tree).values:
+        report = gradient_flow(run, tree, *args, **options)
+        for n, (path, shape) in enumerate(
+            zip(report.parameters, report.shapes, strict=True)
+        ):
+            count = report.count(n)
+            found.append((path, shape.dtype, (count, shape.size - count)))
+    found = [one for one in found if one[0].collection == 'params']
+    table = ModuleTable.of(_rows(classes, found), found, depth)
+    if not is_graph or has_method:
+        return table
+    # A view of the model is a model: nothing tells what is stopped in it.
+    return table.under(
+        f'What {type(model).__name__} trains when it is called. '
+        'Of a loss: sg.tabulate(model, method=loss)'
+    )
 
-    def show(*args: Any, **call_kwargs: Any) -> ModuleTable:
-        options = {**call_kwargs, **kwargs}
-        if is_graph:
-            run = options.pop('method', type(module).__call__)
-            tree, classes = module, classes_of(module)
-        else:
-            mutable = options.pop('mutable', _STATE)  # For ``apply``: init makes all.
-            run = module
-            tree, classes = variables_of(module, rngs, args, options)
-            options |= {'rngs': rngs, 'mutable': mutable}
-        found: list[Counted] = []
-        if leaves_of(tree).values:
-            report = gradient_flow(run, tree, *args, **options)
-            for n, (path, shape) in enumerate(
-                zip(report.parameters, report.shapes, strict=True)
-            ):
-                count = report.count(n)
-                found.append((path, shape.dtype, (count, shape.size - count)))
-        found = [one for one in found if one[0].collection == 'params']
-        table = ModuleTable.of(_rows(classes, found), found, depth)
-        if not is_graph or 'method' in kwargs or 'method' in call_kwargs:
-            return table
-        # A view of the model is a model: nothing tells what is stopped in it.
-        return table.under(
-            f'What {type(module).__name__} trains when it is called. '
-            'Of a loss: sg.tabulate(model, method=loss)'
-        )
 
-    return show
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 # How many values are trained, and how many are not: stopped, not used, or integers.

@@ -24,6 +24,8 @@ def assert_flows(
 ) -> None:
     """Asserts that a loss trains every selected parameter.
 
+    ``where`` names what is **trained**.
+
     The answer comes from ``sg.gradient_flow``: nothing is compiled or run.
 
     >>> import jax, jax.numpy as jnp
@@ -67,6 +69,8 @@ def assert_stopped(
 ) -> None:
     """Asserts that a loss trains no selected parameter.
 
+    ``where`` names what is **stopped**.
+
     Their gradients are exactly zero. A parameter that the loss does not use passes too.
     Arguments and errors are those of ``assert_flows``.
 
@@ -96,6 +100,8 @@ def assert_trains_only(
     has_aux: bool = False,
 ) -> None:
     """Asserts that a loss trains every selected parameter and no other one.
+
+    ``where`` names what is **trained**.
 
     Arguments and errors are those of ``assert_flows``.
 

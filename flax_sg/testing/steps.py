@@ -191,6 +191,8 @@ def assert_moves_only(
 ) -> None:
     """Asserts that a training step moves every selected parameter and no other one.
 
+    ``where`` names what is **moved**.
+
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg.testing import assert_moves_only
     >>> def step(params, x):

@@ -59,7 +59,7 @@ def in_block(index: Any) -> None:
 
 CASES: dict[str, tuple[Any, ...]] = {
     'a depth of a table': (
-        lambda: sg.tabulate(Layer(), jax.random.key(0), depth='all'),
+        lambda: sg.tabulate(Layer(), jnp.ones(2), depth='all'),
         "ArgumentValueError: 'all'",
     ),
     'another program': (
@@ -122,8 +122,12 @@ CASES: dict[str, tuple[Any, ...]] = {
         'TypeError: A report was',
     ),
     'a class as a table': (
-        lambda: sg.tabulate(fnn.Dense, jax.random.key(0)),
-        'ArgumentTypeError: sg.tabulate(Model(...), rngs)',
+        lambda: sg.tabulate(fnn.Dense, jnp.ones(2)),
+        'ArgumentTypeError: sg.tabulate(Model(...), x)',
+    ),
+    'keys as in flax.linen.tabulate': (
+        lambda: sg.tabulate(fnn.Dense(2), jax.random.key(0)),
+        'ArgumentTypeError: rngs=rngs',
     ),
     'a part that there is not': (
         lambda: in_block(np.s_[5:]),

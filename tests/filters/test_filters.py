@@ -732,7 +732,11 @@ def test_one_of_several_collections_is_told(tree, where, advised):
             re.compile('inner/enc/.*'),
             "Paths begin at the module of the block: 'enc/.*'.",
         ),
-        ('out/**', "It is outside of the module of the block: '/out/**'."),
+        ('out/**', "It is outside of the module of the block: '**/out/**'."),
+        (
+            re.compile('out/.*'),
+            "It is outside of the module of the block: '.*/out/.*'.",
+        ),
         # The front is no text.
         ('in*/enc/**', 'A pattern matches whole paths'),
         ('inner/dec/**', 'A pattern matches whole paths'),
@@ -759,6 +763,18 @@ def test_a_path_from_the_root_is_told(where, line):
         write = line.split("'")[1]
         where = re.compile(write) if isinstance(where, re.Pattern) else write
         Outer().init(jax.random.key(0), jnp.ones((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ('where', 'write'),
+    [('encoder/**', 'encoder_*/**'), (re.compile('encoder/.*'), 'encoder_.*/.*')],
+)
+def test_a_list_of_modules_is_named_as_a_whole(where, write):
+    paths = [Path.of('params', (f'encoder_{n}', 'w')) for n in range(2)]
+    error = as_filter(where).unused(False, paths, ())
+    assert f'Did you mean {write!r}?' in str(error)
+    found = as_filter(re.compile(write) if where != 'encoder/**' else write)
+    assert all(map(found, paths))
 
 
 def test_a_variable_outside_the_module_is_named_with_a_slash():

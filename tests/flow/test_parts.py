@@ -194,7 +194,7 @@ def test_frozen_layers_of_a_scan(frozen):
         state = sg.freeze(transform(), ~sg.live(loss, params)).init(params)
         sizes = {len(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim}
         assert sizes == {np.sum(~stopped)}
-    table = sg.tabulate(model, jax.random.key(0))(x, None)
+    table = sg.tabulate(model, x, None)
     live = int((~stopped).sum()) * 12
     assert table.splitlines()[-1].startswith(f'Trainable: {live} ({live * 4} B)')
     assert table.splitlines()[2].split()[-1] == 'partly'

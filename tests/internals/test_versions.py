@@ -299,6 +299,7 @@ def test_the_pages_say_what_pyproject_states():
             'flax_sg/internals/__init__.py',
         )
     )
+    assert f'{len(required.PROGRAMS)} short programs' in page
     newest = []
     for name, (oldest, latest) in versions.SUPPORTED.items():
         newest.append(f'{name} {latest}')

@@ -121,7 +121,7 @@ def test_reports():
 
 def test_tables():
     """Of a module, a view of it, and a module in a tuple."""
-    table = sg.tabulate(Net(), method=lambda model, x: frozen_body(model, x))(X)
+    table = sg.tabulate(Net(), X, method=lambda model, x: frozen_body(model, x))
     assert table.splitlines()[-1] == 'Trainable: 18 (72 B)   Frozen: 40 (160 B)'
     for tree, start in (Net(), ''), ((Net(), 1.0), '0/'):
         row = repr(sg.paths(tree, where=start + 'body/**')).splitlines()[2]
@@ -132,10 +132,10 @@ def test_a_table_says_what_it_is_of():
     """A view is a model: it does not know what is stopped in it."""
     head = 'What Net trains when it is called. Of a loss: sg.tabulate(model, method='
     for model in Net(), nnx.stop_gradient(Net(), True):
-        table = sg.tabulate(model)(X)
+        table = sg.tabulate(model, X)
         assert table.startswith(head) and 'Frozen: 0' in table
         assert table.rows()[0]['trainable'] == 58
-    whole = sg.tabulate(Net(), method=lambda m, x: nnx.stop_gradient(m, True)(x))(X)
+    whole = sg.tabulate(Net(), X, method=lambda m, x: nnx.stop_gradient(m, True)(x))
     assert whole.startswith('module') and 'Trainable: 0' in whole
 
 

@@ -4,6 +4,7 @@ import inspect
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import flax.linen
 import flax.nnx
@@ -46,11 +47,36 @@ MODULES = [
     (testing, 'testing', {'Moves'}),
     (errors, 'errors', set[str]()),
 ]
+# What ``where`` or ``wrt`` of a function names: what the word says.
+SIDES: dict[Any, str] = {
+    linen.stop_gradient: 'where stopped',
+    linen.train_only: 'where trained',
+    linen.Frozen: 'where frozen',
+    linen.mirror: 'where stopped',
+    core.stop_gradient: 'where stopped',
+    flax_sg.stop_gradient: 'where stopped',
+    flax_sg.freeze: 'where frozen',
+    flax_sg.grad: 'wrt differentiated',
+    flax_sg.value_and_grad: 'wrt differentiated',
+    flax_sg.vjp: 'wrt differentiated',
+    testing.assert_trains_only: 'where trained',
+    testing.assert_flows: 'where trained',
+    testing.assert_stopped: 'where stopped',
+    testing.assert_moves_only: 'where moved',
+}
+
 if hasattr(flax.nnx.Variable, 'get_value'):  # flax_sg.nnx asks for flax 0.12.1.
     from flax_sg import nnx
 
     EXTENDED[nnx] = flax.nnx
     MODULES.append((nnx, 'nnx', set()))
+    SIDES.update(
+        {
+            nnx.stop_gradient: 'where stopped',
+            nnx.train_only: 'where trained',
+            nnx.Optimizer: 'wrt trained',
+        }
+    )
 each_module = pytest.mark.parametrize(
     ('module', 'short', 'returned'), MODULES, ids=[short for _, short, _ in MODULES]
 )
@@ -66,6 +92,7 @@ def test_the_page_of_all_names(module: ModuleType, short: str, returned: set[str
 @each_module
 def test_the_reference(module: ModuleType, short: str, returned: set[str]):
     page = (DOCS / f'reference/{module.__name__.rpartition(".")[2]}.md').read_text()
+    assert page.split('\n\n')[1].startswith('> A code host shows')
     shown = re.findall(r'^\.\. auto(?!module|summary)\w+:: ([\w.]+)', page, re.M)
     names = [name.rpartition('.')[2] for name in shown]
     assert sorted(names) == sorted(names_of(module) | returned)
@@ -77,3 +104,50 @@ def test_the_summary_on_top(module: ModuleType, short: str, returned: set[str]):
     tables = re.findall(r'^\.\. autosummary::\n((?:   .*\n|\n)+)', page, re.M)
     names = re.findall(r'^   (\w+)$', ''.join(tables), re.M)
     assert sorted(names) == sorted(names_of(module))
+
+
+@pytest.mark.parametrize(
+    'function', SIDES, ids=lambda f: f'{f.__module__}.{f.__name__}'
+)
+def test_the_reference_begins_with_the_side(function: Any):
+    argument, side = SIDES[function].split()
+    _, second, *_ = (inspect.getdoc(function) or '').split('\n\n')
+    assert second.startswith(f'``{argument}`` names what is **{side}**')
+
+
+@pytest.mark.parametrize('module', [flax_sg, core, filters, testing])
+def test_a_module_lists_what_is_public(module: ModuleType):
+    assert dir(module) == sorted(module.__all__)
+    modules = {name for name in dir(module) if inspect.ismodule(getattr(module, name))}
+    ours = {'core', 'errors', 'filters', 'linen', 'testing'}
+    assert modules == (ours if module is flax_sg else set())
+
+
+def missing(folder: Path, page: Path) -> list[str]:
+    """The files that a page names or links to, and that are not in a folder."""
+    text = re.sub(r'^```.*?^```$', '', page.read_text(), flags=re.M | re.S)
+    there = [file for file in folder.rglob('*') if not HIDDEN & {*file.parts}]
+    ends = {'/'.join(f.parts[-n:]) for f in there for n in range(1, len(f.parts))}
+    named = re.findall(r'`([\w./-]+\.(?:py|md|ipynb|toml|cff|svg))`', text)
+    links = re.findall(r'\]\(([^)#:\s]+)(?:#[^)]*)?\)', text)
+    lost = [link for link in links if not (page.parent / link).exists()]
+    return [name for name in named if name not in ends] + lost
+
+
+HIDDEN = {'.git', '.venv', '_build', '__pycache__', 'node_modules'}
+ROOT = DOCS.parent
+ROOMS = ['docs', 'flax_sg', 'tests', 'benchmarks', 'notebooks']
+EVERY_PAGE = [*ROOT.glob('*.md'), *(p for r in ROOMS for p in (ROOT / r).rglob('*.md'))]
+
+
+@pytest.mark.parametrize('page', EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_files_that_a_page_names_exist(page: Path):
+    # Files of the reader, in examples.
+    assert set(missing(ROOT, page)) <= {'net.py', 'train.py'}
+
+
+def test_a_file_that_does_not_exist_is_found(tmp_path: Path):
+    (tmp_path / 'there.py').touch()
+    page = tmp_path / 'README.md'
+    page.write_text('`there.py`, `gone.py`, [a](there.py#x), [b](lost.md), [c](#here)')
+    assert missing(tmp_path, page) == ['gone.py', 'lost.md']

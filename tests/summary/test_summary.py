@@ -33,8 +33,8 @@ class Normed(linen.Module):
 def test_a_model_that_wants_a_flag_random_numbers_and_collections() -> None:
     rngs = {'params': KEY, 'dropout': KEY}
     kwargs: dict[str, Any] = {'train': True, 'mutable': ['batch_stats']}
-    table = sg.tabulate(Normed(), rngs, **kwargs)(X)
-    assert table == sg.tabulate(Normed(), rngs)(X, **kwargs)
+    table = sg.tabulate(Normed(), X, rngs=rngs, **kwargs)
+    assert table == sg.tabulate(Normed(), X, train=False)
     # Running statistics are no parameters.
     assert table.endswith('Trainable: 41 (164 B)   Frozen: 0')
     found = sg.paths(Normed(), X, rngs=rngs, **kwargs)
@@ -42,7 +42,7 @@ def test_a_model_that_wants_a_flag_random_numbers_and_collections() -> None:
 
 
 def rows_of(module: linen.Module, *args: Any, rngs: Any = KEY, **kwargs: Any) -> Any:
-    rows = sg.tabulate(module, rngs, **kwargs)(*args).rows()
+    rows = sg.tabulate(module, *args, rngs=rngs, **kwargs).rows()
     return {row['module']: row for row in rows}
 
 
@@ -82,9 +82,7 @@ class Kinds(linen.Module):
 def test_sizes_are_told_apart_and_add_up():
     row = rows_of(Kinds(), X)['']
     assert (sizes_of(row), row['gradient']) == ((4, 4 + 3 + 4), 'partly')
-    assert sg.tabulate(Kinds(), KEY)(X).endswith(
-        'Trainable: 4 (8 B)   Frozen: 11 (44 B)'
-    )
+    assert sg.tabulate(Kinds(), X).endswith('Trainable: 4 (8 B)   Frozen: 11 (44 B)')
     for sizes, text in (
         ((), '0'),
         ((1,), '1 (4 B)'),
@@ -130,7 +128,7 @@ class Nested(linen.Module):
 
 
 def test_rows_are_plain_data_of_all_modules():
-    table = sg.tabulate(Net(nn.stop_gradient, 'body_*/**'), KEY, depth=1)(X)
+    table = sg.tabulate(Net(nn.stop_gradient, 'body_*/**'), X, depth=1)
     assert isinstance(table, str)
     assert table.rows() == [
         dict(
@@ -270,7 +268,7 @@ def test_classes_are_those_that_were_written(wrap):
 
 
 def shown(model: linen.Module, **options: Any) -> list[str]:
-    return sg.tabulate(model, KEY, **options)(X).splitlines()
+    return sg.tabulate(model, X, **options).splitlines()
 
 
 class Transformer(linen.Module):

@@ -209,7 +209,7 @@ def test_reports_of_children_that_know_their_parent():
     only = lambda m: jnp.sum(m.scale[...] * m.child(X))  # noqa: E731
     assert sg.gradient_flow(only, model).status_of('output', 'scale') == 'flows'
     assert repr(sg.live(lambda m: m.scale.sum(), model)) == "<live: 'scale'>"
-    assert 'Trainable: 15' in sg.tabulate(model)(X)
+    assert 'Trainable: 15' in sg.tabulate(model, X)
     for tree in model, {'net': [model]}:
         part, rest = sg.partition(tree, '**/kernel')
         both = sg.combine(part, rest)
