@@ -43,6 +43,12 @@ class ByPath:
                 raise
         return False
 
+    def __invert__(self) -> Any:
+        raise errors.FilterTypeError(
+            '~nnx.where(model, where) is no filter: nnx.where names what is trained.\n'
+            'Write sg.freeze(tx, where), or nnx.where(model, ~filters.as_filter(w)).'
+        )
+
 
 def where(
     model: Any, where: filters.Where, *, kind: Any = parameters, unused: str = 'raise'

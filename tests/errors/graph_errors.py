@@ -155,6 +155,10 @@ CASES: dict[str, Any] = {
         lambda: nnx.state([model], nnx.where(model, 'kernel')),
         "UnknownNameError: 'kernel' | nnx.where",
     ),
+    'the complement of what is trained': (
+        lambda: ~nnx.where(model, 'kernel'),
+        'FilterTypeError: nnx.where | sg.freeze(tx, where)',
+    ),
     'a copy of a module': (
         lambda: sg.stop_gradient(model, 'kernel'),
         'ArgumentTypeError: sg.stop_gradient(tree, where) | '
