@@ -17,6 +17,7 @@ from flax_sg.rules import rules
 
 # Whoever can open a block has the hooks, which pass through while none is open.
 patching.install(hooks.HOOKS)
+setup_values.look_at_what_is_older()
 
 # The checks at the end of a block. EXISTENCE raises if a pattern matches no variable.
 # READS also warns if no variable that was read is rewritten. NOTHING skips the checks.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +31,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, contents, selection, views
-from flax_sg.engine.roots import ROOT_FLAG, Blocks, Root
+from flax_sg.engine.roots import ROOT_FLAG, Blocks, Root, carry
 from flax_sg.internals import core_scopes, modules, patching, tracing
 from flax_sg.internals.weak import remembered
 from flax_sg.trees.variables import Key
@@ -83,6 +84,21 @@ def _keep(module: Any) -> None:
         found = inspect.getattr_static(cls, name, None)
         if not hasattr(type(found), '__set__'):  # Else somebody looks after it.
             setattr(cls, name, Kept(cls, name))
+
+
+def look_at_what_is_older() -> None:
+    """Looks after scopes and modules that were bound before the hooks were there."""
+    by_variables: dict[int, Root] = {}  # Rewound copies of a scope share a tree.
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind is Scope and thing.root is thing:
+            number = id(core_scopes.variables_of(thing))
+            if number in by_variables:
+                carry(thing, by_variables[number])
+            else:
+                by_variables[number] = blocks.begin(thing, depth=0)
+        elif issubclass(kind, modules.Module) and modules.was_set_up(thing):
+            _keep(thing)
 
 
 def keep_in_setup() -> None:

@@ -174,6 +174,12 @@ def start(module: Module) -> None:
     object.__setattr__(module, '_state', linen_module._ModuleInternalState())
 
 
+def was_set_up(module: Module) -> bool:
+    """Whether a module, which may be half made, is bound and ``setup`` has run."""
+    is_bound = vars(module).get('scope') is not None
+    return is_bound and is_started(module) and is_set_up(module)
+
+
 def is_started(module: Module) -> bool:
     """Whether a module has its id already."""
     return '_id' in vars(module)

@@ -155,3 +155,52 @@ print(bool(grad(variables)['params']['kernel'].any()), 'kernel' in met)
 """
     )
     assert out.splitlines() == ['False', 'True True']
+
+
+@pytest.mark.parametrize('around', [True, False])
+def test_modules_that_were_bound_before_the_import(around):
+    """What ``setup`` has kept is seen in a block, and rewound scopes share a tree."""
+    out = run_python(
+        """
+import jax, jax.numpy as jnp, flax.linen as fnn
+
+class Net(fnn.Module):
+    def setup(self):
+        self.w = self.param('w', fnn.initializers.ones, ())
+        self.square = self.w**2
+        self.dense = fnn.Dense(1, use_bias=False)
+
+    def __call__(self, x):
+        return jnp.sum(self.dense(x)) * self.square
+
+class Both(fnn.Module):
+    def setup(self):
+        self.net = Net()
+
+    @fnn.compact
+    def __call__(self, x):
+        return self.net(x) * jnp.sum(fnn.Dense(1, use_bias=False, name='top')(x))
+
+    def opens(self, x):
+        from flax_sg import linen as nn
+        with nn.stop_gradient('**'):
+            return self(x)
+
+x = jnp.ones((1, 2))
+variables = Both().init(jax.random.key(0), x)
+
+def loss(variables, around):
+    bound = Both().bind(variables)
+    bound(x)  # Set up, and rewound, before the import.
+    from flax_sg import linen as nn
+    if not around:
+        return bound.opens(x)
+    with nn.stop_gradient('**'):
+        return bound(x)
+
+for leaf in jax.tree.leaves(jax.grad(loss)(variables, AROUND)):
+    assert not leaf.any()
+print('stopped')
+""".replace('AROUND', str(around))
+    )
+    assert out.splitlines() == ['stopped']
