@@ -174,7 +174,7 @@ def _binds() -> bool:
 def _binds_modules() -> bool:
     core = types.SimpleNamespace(bind=_called)
     bind = lifting.with_names(inspect.unwrap(modules.Module.bind), core=core)
-    return _ends(lambda: bind(_Probe(), {}))
+    return _ends(lambda: bind(_Probe(parent=None), {}))
 
 
 # For each use of a module: a function doing it, and the scope method it has to call.

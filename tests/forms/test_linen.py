@@ -204,3 +204,48 @@ print('stopped')
 """.replace('AROUND', str(around))
     )
     assert out.splitlines() == ['stopped']
+
+
+@pytest.mark.parametrize('method', ['kept', 'compact', 'lifted', 'applied'])
+def test_the_import_may_stand_in_a_method_that_runs(method):
+    """Its checks make modules of their own, and the trees that run are told apart."""
+    out = run_python(
+        """
+import jax, jax.numpy as jnp, flax.linen as fnn
+
+class Net(fnn.Module):
+    def setup(self):
+        self.a, self.b = fnn.Dense(3), fnn.Dense(2)
+        self.w = self.param('w', fnn.initializers.ones, (3,))
+        self.square = self.w**2
+
+    def kept(self, x):
+        from flax_sg import linen as nn
+        with nn.stop_gradient(['a/**', 'w']):
+            return jnp.sum(self.b(self.a(x) * self.square))
+
+    @fnn.compact
+    def compact(self, x):
+        return self.kept(x) * jnp.sum(fnn.Dense(2, name='c')(x))
+
+    def lifted(self, x):
+        return fnn.remat(fnn.jit(type(self).kept))(self, x)
+
+    def applied(self, x):
+        own = {'params': {**self.variables['params'], 'w': 2 * self.w}}
+        return Net(parent=None).apply(own, x, method='kept')
+
+def dense(n, m):
+    return {'kernel': jnp.full((n, m), 0.5), 'bias': jnp.ones(m)}
+
+params = {'a': dense(2, 3), 'b': dense(3, 2), 'c': dense(2, 2), 'w': jnp.arange(3.0)}
+x = jnp.ones((1, 2))
+grad = jax.jit(jax.grad(lambda p: Net().apply({'params': p}, x, method='METHOD')))
+first = grad(params)
+jax.clear_caches()
+for ours, later in zip(*map(jax.tree.leaves, (first, grad(params))), strict=True):
+    assert (ours == later).all()
+print(*(name for name, g in first.items() if any(x.any() for x in jax.tree.leaves(g))))
+""".replace('METHOD', method)
+    )
+    assert out.split() == ['b', 'c'][: 1 + (method == 'compact')]
