@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
 
 from flax import nnx
@@ -15,44 +16,49 @@ from flax_sg.filters.expressions import of_a_part
 from flax_sg.filters.paths import Path
 from flax_sg.graphs.asking import IN_VARIABLES, ask, parameters
 from flax_sg.graphs.views import VIEWS
-from flax_sg.graphs.walks import Keys, Walk
+from flax_sg.graphs.walks import Walk
 from flax_sg.internals.places import Place, warn_once
 
 M = TypeVar('M')
 
 
-@dataclasses.dataclass(frozen=True)
-class ByPath:
-    """An NNX filter of what a filter of flax_sg selects.
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Chosen(filters.Derived):
+    """What ``nnx.where`` has selected: a filter of flax_sg and of NNX.
 
     Attributes:
-        filter: knows all paths of the model.
         kind: an NNX filter of what may be selected.
     """
 
-    filter: filters.Derived
-    kind: Any = dataclasses.field(compare=False)
+    kind: Any = parameters
 
-    def __call__(self, path: Keys, value: Any) -> bool:
-        """Whether what is at a path is selected."""
+    @functools.cached_property
+    def identity(self) -> Hashable:
+        """What was selected, and of what; the kind is known by that."""
+        return self.selected, self.known
+
+    @property
+    def side(self) -> str:
+        """What is trained."""
+        return 'trained'
+
+    def __call__(self, path: Any, matched: Any = None) -> Any:
+        """Whether a path is selected; as a filter of NNX, with what is there."""
+        if not isinstance(path, tuple):
+            return super().__call__(path, matched)
+        names: Any = tuple(map(str, path))
         try:
-            return bool(self.filter(Path.of('params', tuple(map(str, path)))))
+            return self.matches(Path.of('params', names))
         except errors.UnknownNameError:
             # A cache, or what a layer has sown, is no mistake.
-            if nnx.filterlib.to_predicate(self.kind)(path, value):
+            if nnx.filterlib.to_predicate(self.kind)(path, matched):
                 raise
         return False
-
-    def __invert__(self) -> Any:
-        raise errors.FilterTypeError(
-            '~nnx.where(model, where) is no filter: nnx.where names what is trained.\n'
-            'Write sg.freeze(tx, where), or nnx.where(model, ~filters.as_filter(w)).'
-        )
 
 
 def where(
     model: Any, where: filters.Where, *, kind: Any = parameters, unused: str = 'raise'
-) -> ByPath:
+) -> Chosen:
     """Turns a filter of flax_sg into an NNX filter, and checks its names at once.
 
     >>> import optax, flax_sg as sg
@@ -78,9 +84,11 @@ def where(
 
     Returns:
         A filter for ``nnx.DiffState``, ``nnx.Optimizer(wrt=)``, ``nnx.state``,
-        ``nnx.split`` and all else that takes one, of models and of pure states. Two are
-        equal if they select the same of the same paths. Variables of other kinds may be
-        added to the model later, such as caches. They are not selected.
+        ``nnx.split`` and all else that takes one, of models and of pure states. It is a
+        filter of flax_sg, too, which knows that it names what is trained: write
+        ``sg.freeze(tx, ~nnx.where(model, where))``. Two are equal if they select the
+        same of the same paths. Variables of other kinds may be added to the model
+        later, such as caches. They are not selected.
 
     Raises:
         ArgumentTypeError: if ``model`` is no NNX module.
@@ -99,7 +107,7 @@ def where(
             raise of_a_part(one.path, 'an NNX filter')
     selected = frozenset(('params', one.leaf.names) for one in found)
     known = frozenset(('params', leaf.names) for leaf in walk.leaves)
-    return ByPath(filters.Derived(selected, known, 'nnx.where'), kind)
+    return Chosen(selected, known, 'nnx.where', kind)
 
 
 def for_nnx(given: Any, model: Any = None) -> Any:
@@ -122,7 +130,7 @@ def for_nnx(given: Any, model: Any = None) -> Any:
             return tagged, filters.as_filter(given)
         if any(tagged(leaf.keys, leaf.value) for leaf in Walk(model).leaves):
             return given
-    elif not _is_of_paths(given):
+    elif isinstance(given, Chosen) or not _is_of_paths(given):
         _check_tags(given)
         return given
     return filters.as_filter(given) if model is None else where(model, given)
@@ -148,8 +156,9 @@ def _check_tags(where: Any) -> None:
             f'Write nnx.All(nnx.Param, nnx.where(model, {where.tag!r})).'
         )
     inner = getattr(where, 'predicates', (getattr(where, 'predicate', None),))
-    for one in filter(None, inner):
-        _check_tags(one)
+    for one in inner:
+        if one is not None:
+            _check_tags(one)
 
 
 class DiffState(nnx.DiffState):

@@ -155,9 +155,15 @@ CASES: dict[str, Any] = {
         lambda: nnx.state([model], nnx.where(model, 'kernel')),
         "UnknownNameError: 'kernel' | nnx.where",
     ),
-    'the complement of what is trained': (
-        lambda: ~nnx.where(model, 'kernel'),
-        'FilterTypeError: nnx.where | sg.freeze(tx, where)',
+    'what is trained, to a freeze': (
+        lambda: sg.freeze(optax.sgd(1.0), nnx.where(model, 'kernel')),
+        "FilterTypeError: <nnx.where: 'kernel'> names what is trained | "
+        'sg.freeze(tx, ~live)',
+    ),
+    'what is trained, to a view that stops': (
+        lambda: nnx.stop_gradient(model, nnx.where(model, 'kernel')),
+        'FilterTypeError: nn.stop_gradient(where) names what is frozen | '
+        'nn.stop_gradient(~live)',
     ),
     'a copy of a module': (
         lambda: sg.stop_gradient(model, 'kernel'),
