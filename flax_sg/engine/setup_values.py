@@ -19,7 +19,6 @@ value may differ from the first run, an error is raised.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import inspect
 from collections.abc import Callable, Mapping
@@ -214,53 +213,54 @@ class _SetupValues:
         """Converts a value made in blocks ``made_in`` to its value in these blocks."""
         # A stop changes tracers only. A rule that brings values changes numbers too.
         brings = any(block.rewrite.rule.brings for block in (*made_in, *self.blocks))
-        numbers = brings and _has_numbers(self.module)
-        kinds = contents.NUMBERS if numbers else contents.ARRAYS
+        kinds = contents.ARRAYS
+        if brings and _has_numbers(self.module):
+            kinds = contents.NUMBERS
         if not contents.may_hold(value, kinds):
             return value
         # An untraced array may be a parameter, and also the stopped form of another
         # one. A stop treats both alike; without blocks they differ.
-        same = bool(self.blocks) and not numbers
+        same = bool(self.blocks) and kinds is contents.ARRAYS
         if isinstance(value, contents.ARRAYS if same else tracing.Tracer):
-            of_module = functools.partial(
-                _parameter, self.module.scope, self.root, value
-            )
-            found = of_module(made_in) or of_module(self.blocks)
+            found = self._variable(value, made_in) or self._variable(value, self.blocks)
             if found is not None:
                 return views.view(self.root, self.blocks, *found)
+        made = self._made_again(name, made_in)
+        if not made:  # No block changes what setup reads.
+            return value
+        if name not in made:
+            raise _cannot_see(self.module, name, 'setup did not make it again')
+        try:
+            return _joined(value, made[name], kinds)
+        except ValueError as error:
+            raise _cannot_see(self.module, name, str(error)) from None
+
+    def _variable(self, value: Any, made_in: Blocks) -> tuple[Key, Any] | None:
+        """The key and the stored leaf of a value, if it surely is a variable."""
+        scope = self.module.scope
+        stored = core_scopes.stored(scope)
+        found: list[tuple[Key, Any]] = []
+        for collection, tree in stored.items():
+            for name, variable in tree.items():
+                key = collection, (*scope.path, name)
+                leaf = views.stored(self.root, made_in, key, value)
+                if not isinstance(variable, Mapping):
+                    count = sum(one is leaf for one in jax.tree.leaves(variable))
+                    found += [(key, leaf)] * count
+        if len(found) != 1:
+            return None
+        # Variables may share one array: then the one that was read is unknown.
+        leaves = jax.tree_util.tree_leaves(stored)
+        return found[0] if sum(leaf is found[0][1] for leaf in leaves) == 1 else None
+
+    def _made_again(self, name: str, made_in: Blocks) -> dict[str, Any]:
+        """What ``setup`` makes in these blocks; empty if they change nothing."""
         if self._again is None:
             if not modules.is_set_up(self.module):
                 reason = 'setup has not ended, and would have to run again'
                 raise _cannot_see(self.module, name, reason)
             self._again = _run_again(self.module, name, self.blocks, made_in)
-        if not self._again:  # No block changes what setup reads.
-            return value
-        if name not in self._again:
-            raise _cannot_see(self.module, name, 'setup did not make it again')
-        try:
-            return _joined(value, self._again[name], kinds)
-        except ValueError as error:
-            raise _cannot_see(self.module, name, str(error)) from None
-
-
-def _parameter(
-    scope: Scope, root: Root, value: Any, made_in: Blocks
-) -> tuple[Key, Any] | None:
-    """The key and stored leaf of a value, if it is surely a variable of the module."""
-    stored = core_scopes.stored(scope)
-    found: list[tuple[Key, Any]] = []
-    for collection, tree in stored.items():
-        for name, variable in tree.items():
-            key = collection, (*scope.path, name)
-            leaf = views.stored(root, made_in, key, value)
-            if not isinstance(variable, Mapping):
-                count = sum(one is leaf for one in jax.tree.leaves(variable))
-                found += [(key, leaf)] * count
-    if len(found) != 1:
-        return None
-    # Variables may share one array: then the one that was read is unknown.
-    leaves = jax.tree_util.tree_leaves(stored)
-    return found[0] if sum(leaf is found[0][1] for leaf in leaves) == 1 else None
+        return self._again
 
 
 def _joined(old: Any, new: Any, kinds: tuple[type, ...]) -> Any:

@@ -9,7 +9,6 @@ raises at the write; what it sows is appended to what is stored.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,33 +16,12 @@ import jax
 from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg import errors
-from flax_sg.engine import blocks, roots, selection, views
+from flax_sg.engine import blocks, marks, roots, selection, views
+from flax_sg.engine.marks import Groups, map_groups
 from flax_sg.internals import core_scopes, lifting, patching
 from flax_sg.internals.places import warn_once
 from flax_sg.trees.leaves import is_array
 from flax_sg.trees.variables import Key, iter_variables, leaf_keys, map_variables
-
-_MARK = '\0flax_sg'  # A name that no user gives to a collection.
-
-Groups = tuple[tuple[dict[str, Any], ...], ...]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Mark:
-    """What a body of ``nn.jit`` depends on, or what it did.
-
-    ``nn.jit`` shares one trace among modules at different paths, and on a cache hit it
-    runs no Python: so facts travel as pytree nodes without leaves. A variable that the
-    body makes in a selected collection and reads again is rewritten inside the trace,
-    by name. So modules whose names differ need traces of their own.
-
-    Attributes:
-        facts: going in, how the open blocks name the variables that the body may write;
-            coming out, the variables that the body has sown.
-    """
-
-    facts: Any
 
 
 def partial_pack(
@@ -58,7 +36,8 @@ def partial_pack(
 class _Lift:
     """One call of a lifted transform.
 
-    The body has a root of its own: its variables are others, in another trace.
+    Views go into the body, and stored values come out. The body has a root of its own:
+    its variables are others, in another trace.
     """
 
     def __init__(
@@ -67,6 +46,7 @@ class _Lift:
         self.scopes, self.open_blocks = scopes, open_blocks
         # Those come first that rewrite what is read.
         self.acting = sorted(open_blocks, key=views.only_refuses)
+        self._asking = [block for block in open_blocks if block.asker.asks_path]
         self.roots = [blocks.root_of(scope) for scope in scopes]
         self.is_jit, self.is_scan = name == lifting.JIT, name == lifting.SCAN
         self.is_map = name == lifting.MAP
@@ -81,34 +61,32 @@ class _Lift:
         rng_groups: Any,
         publish_fn: Callable[..., Any],
     ) -> tuple[Any, ...]:
-        """Wraps what ``_partial_pack`` returns: views go in, stored values come out."""
+        """Wraps what ``_partial_pack`` returns, in the order in which Flax uses it."""
 
-        def rooted_scope_fn(groups: Groups, *args: Any, **kwargs: Any) -> Any:
-            scope_tree = scope_fn(_map_groups(_unmarked, groups), *args, **kwargs)
-            self._note_handed(core_scopes.minimal_scopes(scope_tree))
+        def begins(groups: Groups, *args: Any, **kwargs: Any) -> Any:
+            scope_tree = scope_fn(marks.without(groups), *args, **kwargs)
+            self._begin(core_scopes.minimal_scopes(scope_tree))
             return scope_tree
 
-        if not self.open_blocks:
-            return rooted_scope_fn, repack_fn, variable_groups, rng_groups, publish_fn
-        viewed = _map_groups(self._viewed, variable_groups)
-        if self.is_scan:  # The groups before are broadcast or carried.
-            self._warn_of_more(variable_groups[2:], viewed[2:])
-
-        def marked_repack_fn(scope_tree: Any) -> Any:
-            inner_scopes = core_scopes.minimal_scopes(scope_tree)
-            sown = {key for s in inner_scopes for key in blocks.root_of(s).sown}
+        def ends(scope_tree: Any) -> Any:
+            inner = core_scopes.minimal_scopes(scope_tree)
+            sown = frozenset(key for s in inner for key in blocks.root_of(s).sown)
             self._note_sown(sown)
             out = repack_fn(scope_tree)
-            return _marked(out, Mark(frozenset(sown))) if self.is_jit and sown else out
+            return marks.added(out, sown) if self.is_jit and sown else out
 
-        def stored_publish_fn(groups: Groups) -> None:
-            for group in groups[0] if groups else ():
-                self._note_sown(group[_MARK].facts if _MARK in group else ())
-            groups = _map_groups(_unmarked, groups)
-            publish_fn(_map_groups(self._as_stored, groups))
+        def publish(groups: Groups) -> None:
+            self._note_sown(*marks.facts_of(groups))
+            publish_fn(map_groups(self._as_stored, marks.without(groups)))
 
-        names = _marked(viewed, self._names()) if self.is_jit else viewed
-        return rooted_scope_fn, marked_repack_fn, names, rng_groups, stored_publish_fn
+        if not self.open_blocks:
+            return begins, repack_fn, variable_groups, rng_groups, publish_fn
+        viewed = map_groups(self._viewed, variable_groups)
+        if self.is_scan:  # The groups before are broadcast or carried.
+            self._warn_of_more(variable_groups[2:], viewed[2:])
+        if self.is_jit and self._may_write():
+            viewed = marks.added(viewed, self._names())
+        return begins, ends, viewed, rng_groups, publish
 
     def _viewed(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
         scope, root = self.scopes[index], self.roots[index]
@@ -161,7 +139,7 @@ class _Lift:
                     return block
         return None
 
-    def _note_handed(self, inner_scopes: Sequence[Scope]) -> None:
+    def _begin(self, inner_scopes: Sequence[Scope]) -> None:
         inner_roots: dict[int, roots.Root] = {}
         for index, inner in enumerate(inner_scopes):
             outer, variables = self.roots[index], core_scopes.variables_of(inner)
@@ -182,30 +160,31 @@ class _Lift:
                     if block is not None and not views.only_refuses(block):
                         root.handed.selected[key] = block
 
-    def _names(self) -> Mark | None:
-        """Returns how the blocks name what the body may write; it need not exist."""
-        asking = [block for block in self.open_blocks if block.asker.asks_path]
-        writable = any(
+    def _may_write(self) -> bool:
+        """Whether the body may write what a block looks at by name; it need not exist.
+
+        Such a variable, made and read again in the body, is rewritten there by name. So
+        modules whose names differ need traces of their own.
+        """
+        return any(
             block.rewrite.rule.asks_place
             or not is_filter_empty(
                 intersect_filters(scope.mutable, block.rewrite.collections)
             )
             for scope in self.scopes
-            for block in asking
-        )
-        if not writable:
-            return None
-        pairs = zip(self.scopes, self.roots, strict=True)
-        return Mark(
-            tuple(
-                (scope.path, *(b.owner_path for b in asking if b.covers(root)))
-                for scope, root in pairs
-            )
+            for block in self._asking
         )
 
-    def _note_sown(self, keys: Iterable[Key]) -> None:
+    def _names(self) -> Any:
+        """How the blocks name what is at the scopes."""
+        return tuple(
+            (scope.path, *(b.owner_path for b in self._asking if b.covers(root)))
+            for scope, root in zip(self.scopes, self.roots, strict=True)
+        )
+
+    def _note_sown(self, *sown: Iterable[Key]) -> None:
         for root in self.roots:
-            root.sown.update(keys)
+            root.sown.update(*sown)
 
     def _warn_of_more(self, stored: Groups, viewed: Groups) -> None:
         """Warns if a function makes more of stacked variables than is stored."""
@@ -227,20 +206,3 @@ class _Lift:
 def _bytes(groups: Groups) -> int:
     leaves = filter(is_array, jax.tree.leaves(groups))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
-def _map_groups(fn: Callable[[int, dict[str, Any]], Any], groups: Groups) -> Groups:
-    """Maps over the groups of collections; ``fn`` gets the index of their scope."""
-    return tuple(tuple(fn(i, group) for i, group in enumerate(of)) for of in groups)
-
-
-def _marked(groups: Groups, mark: Mark | None) -> Groups:
-    """Adds a mark to the pytree structure of groups; Flax does not see the mark."""
-    if mark is None or not (groups and groups[0]):
-        return groups
-    first, *rest = groups[0]
-    return (({**first, _MARK: mark}, *rest), *groups[1:])
-
-
-def _unmarked(_: int, group: dict[str, Any]) -> dict[str, Any]:
-    return {col: tree for col, tree in group.items() if col != _MARK}

@@ -59,14 +59,10 @@ def traced(
     Python numbers in the differentiated arguments are traced. In the other arguments
     they are constants.
     """
-    is_module = isinstance(fun, linen.Module)
-    run: Any = fun.apply if isinstance(fun, linen.Module) else fun
-    # What a module writes comes back beside its output.
-    writes = is_module and kwargs.get('mutable', False) is not False
-    name = type(fun).__name__ if is_module else predicates.describe(run)
     for number in [argnums] if isinstance(argnums, int) else argnums:
         if not -len(args) <= number < len(args):
             raise TypeError(f'{argnums=}: {len(args)} positional arguments were given.')
+    function = _Function(fun, has_aux, kwargs)
     if not isinstance(wrt, Declared):
         wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
     own = arguments_of(args, argnums)
@@ -80,59 +76,93 @@ def traced(
     }
     if not any(n in own for n, _ in inputs):
         raise errors.ArgumentTypeError(
-            f'{name} has no parameters: argument {", ".join(map(str, own))} holds no '
-            'arrays.\n'
+            f'{function.name} has no parameters: argument '
+            f'{", ".join(map(str, own))} holds no arrays.\n'
             'Give arrays or their shapes, and say which argument holds them: argnums=1.'
         )
+    # Of each leaf of the differentiated arguments the path, and what ``wrt`` says.
+    asked = {
+        (n, k): (path, said)
+        for n, tree in own.items()
+        for k, (path, said) in enumerate(zip(tree.paths, takes[n], strict=True))
+    }
     names: list[str] = []
 
     # JAX's errors name the function of the user.
-    @functools.wraps(run, updated=())
+    @functools.wraps(function.run, updated=())
     def of_arrays(arrays: dict[Any, Any]) -> list[Any]:
-        for n, tree in own.items():
-            for k, (path, said) in enumerate(zip(tree.paths, takes[n], strict=True)):
-                if (n, k) in arrays and said is not True:
-                    arrays[n, k] = _stopped(arrays[n, k], said, path)
+        for key in asked.keys() & arrays.keys():
+            path, said = asked[key]
+            if said is not True:
+                arrays[key] = _stopped(arrays[key], said, path)
         *values, options = (
             tree.restore(arrays.get((n, k), leaf) for k, leaf in enumerate(tree.values))
             for n, tree in trees.items()
         )
-        out = run(*values, **options)
-        out = out[0] if writes else out
-        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(
-                'With has_aux=True the function has to return a pair (outputs, aux), '
-                f'but {name} returned {shown(out)}.'
-            )
-        pairs = jax.tree_util.tree_leaves_with_path(out[0] if has_aux else out)
+        names[:], leaves = function.outputs(values, options)
+        return leaves
+
+    program = jax.make_jaxpr(of_arrays)(inputs)
+    if not names:
+        raise errors.ArgumentTypeError(
+            f'{function.name} returns nothing: no gradient can come from there.\n'
+            'Return the loss, or several in a dict.'
+        )
+    numbers = itertools.count()
+    slots = {
+        key: tuple(itertools.islice(numbers, len(jax.tree.leaves(leaf))))
+        for key, leaf in inputs.items()
+    }
+    # The state of an NNX model, such as batch statistics, is left out.
+    of_state = itertools.chain(*(states(tree.tree) for tree in own.values()))
+    parameters = [
+        (path, slots[key])
+        for (key, (path, said)), is_state in zip(asked.items(), of_state, strict=True)
+        if key in slots and (said or not is_state)
+    ]
+    arguments = {} if isinstance(argnums, int) else _names_of(function.run)
+    named = tuple((n, arguments[n]) for n in own if n in arguments)
+    return Traced(program, tuple(names), parameters, named)
+
+
+class _Function:
+    """What is called: a function, or a module of linen.
+
+    Attributes:
+        run: the function.
+        name: what the user calls it.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], has_aux: bool, kwargs: Mapping[str, Any]
+    ) -> None:
+        is_module = isinstance(fun, linen.Module)
+        self.run: Any = fun.apply if isinstance(fun, linen.Module) else fun
+        self.name = type(fun).__name__ if is_module else predicates.describe(fun)
+        self._has_aux = has_aux
+        # What a module writes comes back beside its output.
+        self._writes = is_module and kwargs.get('mutable', False) is not False
+
+    def outputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[str], list[Any]]:
+        """Calls it; the names of what it returns without ``aux``, and the arrays."""
+        out = self.run(*args, **kwargs)
+        out = out[0] if self._writes else out
+        if self._has_aux:
+            if not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    'With has_aux=True the function has to return a pair (outputs, '
+                    f'aux), but {self.name} returned {shown(out)}.'
+                )
+            out = out[0]
+        pairs = jax.tree_util.tree_leaves_with_path(out)
         # JAX sorts the keys of dicts as text. People count: loss_2, loss_10.
         keys_of = itertools.chain(*(keys for keys, _ in pairs))
         if all(isinstance(key, jax.tree_util.DictKey) for key in keys_of):
             pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
-        names[:] = [x or ALONE for x in unique([path_of(keys) for keys, _ in pairs])]
-        return [leaf for _, leaf in pairs]
-
-    program = jax.make_jaxpr(of_arrays)(inputs)
-    numbers, slots = itertools.count(), dict[Any, tuple[int, ...]]()
-    for key, leaf in inputs.items():
-        slots[key] = tuple(next(numbers) for _ in jax.tree.leaves(leaf))
-    parameters = [
-        (path, slots[n, k])
-        for n, tree in own.items()
-        for k, (path, said, is_state) in enumerate(
-            zip(tree.paths, takes[n], states(tree.tree), strict=True)
-        )
-        # The state of an NNX model, such as batch statistics, is left out.
-        if (n, k) in slots and (said or not is_state)
-    ]
-    if not names:
-        raise errors.ArgumentTypeError(
-            f'{name} returns nothing: no gradient can come from there.\n'
-            'Return the loss, or several in a dict.'
-        )
-    arguments = {} if isinstance(argnums, int) else _names_of(run)
-    named = tuple((n, arguments[n]) for n in own if n in arguments)
-    return Traced(program, tuple(names), parameters, named)
+        names = unique([path_of(keys) for keys, _ in pairs])
+        return [name or ALONE for name in names], [leaf for _, leaf in pairs]
 
 
 def _names_of(fun: Callable[..., Any]) -> dict[int, str]:

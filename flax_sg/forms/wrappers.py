@@ -96,7 +96,7 @@ class _Forwards:
         if new and len(names) > 1:
             raise _named(type(self).__name__, str(self.name), module)
         modules.start(self)
-        object.__setattr__(self, 'module', module)
+        _set(self, module=module)
         modules.stand_in(self, module)
 
     # What is asked of it.
@@ -196,34 +196,21 @@ class Wrapper(_Forwards, modules.Module):
     within: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'where', filters.as_filter(self.where))
-        rewrite = rules.Rewrite(self.where, self.rule, self.collections, self.unused)
-        object.__setattr__(self, 'collections', rewrite.collections)
-        object.__setattr__(self, '_rewrite', rewrite)
+        where = filters.as_filter(self.where)
+        rewrite = rules.Rewrite(where, self.rule, self.collections, self.unused)
+        _set(self, where=where, collections=rewrite.collections, _rewrite=rewrite)
         if self.state not in held_state.STATE:
             raise unknown_choice('state', self.state, held_state.STATE)
-        if type(self.module).__name__ == 'InstancePlaceholder':
-            raise errors.ArgumentTypeError(
-                f'nn.{type(self).__name__}(...) is an argument of a lifted class, such '
-                'as nn.remat(Layer), and Flax takes arguments apart.\n'
-                'Give it the bare module, and wrap this where it is called, in '
-                'Layer.__call__:\n'
-                'nn.Frozen(module, where)(x).'
-            )
-        if not isinstance(self.module, modules.Module):
-            raise refused(
-                f'nn.{type(self).__name__} wraps a Module instance', self.module
-            )
+        _check_module(type(self).__name__, self.module)
         place = modules.place_of(self)
         scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
         module = self.module if scope is None else _attached(self.module, scope)
         if module.scope is not None:
             self._stand_for(module)
             return
-        object.__setattr__(self, 'module', module)
+        _set(self, module=module)
         if self.name is None and modules.names_at_once(place):
-            name = modules.autoname(place, type(innermost(module)))
-            object.__setattr__(self, 'name', name)
+            _set(self, name=modules.autoname(place, type(innermost(module))))
         super().__post_init__()
 
     @nowrap
@@ -232,7 +219,7 @@ class Wrapper(_Forwards, modules.Module):
             super()._register_submodules(name, val)
         elif name == 'module' and val.scope is None and self.scope is not None:
             module = modules.bind_at(val, self.scope, self.name)
-            object.__setattr__(self, 'module', module)
+            _set(self, module=module)
             modules.stand_in(self, module)
 
     @nowrap
@@ -336,6 +323,12 @@ class Frozen(Wrapper):
     """
 
 
+def _set(module: Any, /, **attributes: Any) -> None:
+    """Sets attributes of a module, whose class is frozen."""
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)
+
+
 def innermost(module: Any) -> Any:
     """The module in all its wrappers."""
     while isinstance(module, Wrapper):
@@ -355,6 +348,20 @@ def _attached(module: Any, scope: Scope) -> Any:
         if inner is not module.module:
             return module.clone(module=inner)
     return module
+
+
+def _check_module(wrapper: str, module: Any) -> None:
+    if isinstance(module, modules.Module):
+        return
+    if type(module).__name__ == 'InstancePlaceholder':
+        raise errors.ArgumentTypeError(
+            f'nn.{wrapper}(...) is an argument of a lifted class, such as '
+            'nn.remat(Layer), and Flax takes arguments apart.\n'
+            'Give it the bare module, and wrap this where it is called, in '
+            'Layer.__call__:\n'
+            'nn.Frozen(module, where)(x).'
+        )
+    raise refused(f'nn.{wrapper} wraps a Module instance', module)
 
 
 def refused(expected: str, target: Any) -> errors.ArgumentTypeError:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -161,52 +161,73 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         closed: the jaxpr.
         operands: its arguments, which may be ``Remade`` too.
     """
-    jaxpr = closed.jaxpr
-    values: dict[Any, Any] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True)
-    )
-    again = {v for v, value in values.items() if isinstance(value, Remade)}
-    constant = {v for v, value in values.items() if not isinstance(value, Tracer)}
-    made_by: dict[Any, Any] = {}  # The equations that make frozen values.
+    run = _Run(closed, operands)
+    for equation in closed.jaxpr.eqns:
+        run.step(equation)
+    results = run.made(_variables_in(closed.jaxpr.outvars))
+    return [_read(results, v) for v in closed.jaxpr.outvars]
 
-    def steps_to(variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The equations that make some values, in order, and what these begin with."""
-        waiting, needed, first = list(variables), set[int](), dict[Any, None]()
-        while waiting:
-            variable = waiting.pop()
-            if variable not in made_by:
-                first[variable] = None
-            elif made_by[variable] not in needed:
-                needed.add(made_by[variable])
-                waiting += _inputs(jaxpr.eqns[made_by[variable]])
-        return [jaxpr.eqns[number] for number in sorted(needed)], list(first)
 
-    def made(variables: Sequence[Any]) -> dict[Any, Any]:
-        steps, first = steps_to(variables)
-        return _run(steps, {v: _value_of(values[v]) for v in first})
+class _Run:
+    """Runs a jaxpr, equation by equation. Those that make frozen values have to wait.
 
-    for number, equation in enumerate(jaxpr.eqns):
-        inputs = _inputs(equation)
+    Attributes:
+        values: the variables that are known.
+        frozen: the variables that hold frozen values, which are made when needed.
+        constant: the variables that no gradient goes through.
+        waiting: the equations that make frozen values, by these, in order.
+    """
+
+    def __init__(self, closed: core.ClosedJaxpr, operands: Sequence[Any]) -> None:
+        variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+        values = zip(variables, [*closed.consts, *operands], strict=True)
+        self.values: dict[Any, Any] = dict(values)
+        known = self.values.items()
+        self.frozen = {v for v, value in known if isinstance(value, Remade)}
+        self.constant = {v for v, value in known if not isinstance(value, Tracer)}
+        self.waiting: dict[Any, Any] = {}
+
+    def step(self, equation: Any) -> None:
+        """Runs an equation, or lets it wait."""
+        inputs, made = _variables_in(equation.invars), equation.outvars
         is_stop = equation.primitive.name == _STOP
-        is_constant = constant.issuperset(inputs) and not equation.effects
-        if is_stop or (is_constant and again & {*inputs} and not _is_slow(equation)):
-            made_by.update(dict.fromkeys(equation.outvars, number))
-            again.update(equation.outvars)
-            constant.update(equation.outvars)
-        elif again & {*inputs} and not equation.effects:
-            steps, first = steps_to(inputs)
-            results = _bind_again(steps, equation, {v: values[v] for v in first})
-            values.update(zip(equation.outvars, results, strict=True))
+        is_constant = self.constant.issuperset(inputs) and not equation.effects
+        reads_frozen = not self.frozen.isdisjoint(inputs)
+        if is_stop or (is_constant and reads_frozen and not _is_slow(equation)):
+            self.waiting |= dict.fromkeys(made, equation)
+            self.frozen.update(made)
+            self.constant.update(made)
+        elif reads_frozen and not equation.effects:
+            steps, first = self.steps_to(inputs)
+            results = _bind_again(steps, equation, {v: self.values[v] for v in first})
+            self.values |= zip(made, results, strict=True)
         else:  # ``jax.checkpoint`` refuses callbacks.
-            ran = _run([equation], made(inputs))
-            values.update((v, ran[v]) for v in equation.outvars)
-            constant.update(equation.outvars if is_constant else ())
-    results = made([v for v in jaxpr.outvars if not isinstance(v, core.Literal)])
-    return [_read(results, v) for v in jaxpr.outvars]
+            ran = _run([equation], self.made(inputs))
+            self.values |= {v: ran[v] for v in made}
+            self.constant.update(made if is_constant else ())
+
+    def steps_to(self, variables: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+        """The equations that make some values, in order, and what these begin with."""
+        following, needed, first = [*variables], set[int](), dict[Any, None]()
+        while following:
+            variable = following.pop()
+            equation = self.waiting.get(variable)
+            if equation is None:
+                first[variable] = None
+            elif id(equation) not in needed:
+                needed.add(id(equation))
+                following += _variables_in(equation.invars)
+        steps = {id(one): one for one in self.waiting.values() if id(one) in needed}
+        return list(steps.values()), list(first)
+
+    def made(self, variables: Iterable[Any]) -> dict[Any, Any]:
+        """The values of some variables, those of frozen ones made now."""
+        steps, first = self.steps_to(variables)
+        return _run(steps, {v: _value_of(self.values[v]) for v in first})
 
 
-def _inputs(equation: Any) -> list[Any]:
-    return [v for v in equation.invars if not isinstance(v, core.Literal)]
+def _variables_in(atoms: Iterable[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
 def _read(values: dict[Any, Any], variable: Any) -> Any:

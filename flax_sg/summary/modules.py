@@ -134,7 +134,7 @@ Counts: TypeAlias = tuple[int, int]
 Counted: TypeAlias = tuple[Path, Any, Counts]
 
 
-class Row(NamedTuple):
+class ModuleRow(NamedTuple):
     """A module or equal neighbouring modules, with their submodules.
 
     Attributes:
@@ -163,11 +163,11 @@ class Row(NamedTuple):
 class ModuleTable(str):
     """A table of modules: text, and plain data for other formats."""
 
-    modules: Sequence[Row] = ()
+    modules: Sequence[ModuleRow] = ()
 
     @classmethod
     def of(
-        cls, rows: Sequence[Row], found: Sequence[Counted], depth: Any
+        cls, rows: Sequence[ModuleRow], found: Sequence[Counted], depth: Any
     ) -> ModuleTable:
         """The table of some modules, as deep as ``tabulate`` says."""
         deepest = max(len(row.names) for row in rows)
@@ -202,7 +202,7 @@ class ModuleTable(str):
 
 def _rows(
     classes: Mapping[tuple[str, ...], str], found: Iterable[Counted]
-) -> list[Row]:
+) -> list[ModuleRow]:
     """A row for the model, and for each submodule with parameters.
 
     Submodules follow their module, in the order of the first calls.
@@ -214,19 +214,21 @@ def _rows(
         for names in (path.parts[:n] for n in range(len(path.parts))):
             if not names or names in order:
                 inside.setdefault(names, []).append(counts)
-    rows = [Row(x, classes.get(x, ''), _total(counts)) for x, counts in inside.items()]
+    rows = [
+        ModuleRow(x, classes.get(x, ''), _total(counts)) for x, counts in inside.items()
+    ]
     return sorted(
         rows,
         key=lambda row: [order[row.names[: n + 1]] for n in range(len(row.names))],
     )
 
 
-def _joined(rows: Sequence[Row], depth: int) -> list[Row]:
+def _joined(rows: Sequence[ModuleRow], depth: int) -> list[ModuleRow]:
     """Keeps rows to a depth; joins equal repeated layers and adds up their counts."""
     shown = [row for row in rows if len(row.names) <= depth]
     repeated = text.repeated([row.names for row in shown], [row[1:] for row in shown])
     return [
-        Row(names, shown[same[0]].cls, _total(shown[n].counts for n in same))
+        ModuleRow(names, shown[same[0]].cls, _total(shown[n].counts for n in same))
         for names, same in repeated
     ]
 
@@ -236,7 +238,7 @@ def _total(several: Iterable[Counts]) -> Counts:
     return trained, frozen
 
 
-def _as_text(rows: Sequence[Row]) -> str:
+def _as_text(rows: Sequence[ModuleRow]) -> str:
     right = ['parameters', 'trainable']
     head = ['module', 'class', *right, 'gradient']
     cells: list[list[str]] = []

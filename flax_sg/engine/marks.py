@@ -1,0 +1,54 @@
+"""Facts that travel with the variables of ``nn.jit``.
+
+``nn.jit`` shares one trace among modules at different paths, and on a cache hit it runs
+no Python. So what a trace depends on, and what it did, are pytree nodes without leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+
+# For each scope a dict of collections, in several groups.
+Groups: TypeAlias = tuple[tuple[dict[str, Any], ...], ...]
+
+_NAME = '\0flax_sg'  # A name that no user gives to a collection.
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """Facts, as a part of the structure of a pytree: all that JAX compares."""
+
+    facts: Any
+
+
+def map_groups(fn: Callable[[int, dict[str, Any]], Any], groups: Groups) -> Groups:
+    """Maps over the groups of collections; ``fn`` gets the index of their scope."""
+    return tuple(tuple(fn(i, group) for i, group in enumerate(of)) for of in groups)
+
+
+def added(groups: Groups, facts: Any) -> Groups:
+    """The groups with facts, where there is a scope to carry them."""
+    if not (groups and groups[0]):
+        return groups
+    first, *rest = groups[0]
+    return (({**first, _NAME: _Mark(facts)}, *rest), *groups[1:])
+
+
+def facts_of(groups: Groups) -> Iterator[Any]:
+    """Yields the facts that came with groups."""
+    for group in groups[0] if groups else ():
+        if _NAME in group:
+            yield group[_NAME].facts
+
+
+def without(groups: Groups) -> Groups:
+    """The groups as Flax made them."""
+    return map_groups(
+        lambda _, group: {col: tree for col, tree in group.items() if col != _NAME},
+        groups,
+    )
