@@ -12,12 +12,16 @@ import types
 
 import flax
 import jax
+from flax import traceback_util
 
 _OURS, _FLAX, _JAX = (
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (os.path.dirname(__file__), flax.__file__, jax.__file__)
 )
 _NOT_OF_USERS = (_OURS, _FLAX, _JAX)
+# Hooks stand between a program and what it calls. Tracebacks, and the lines that JAX
+# notes for each operation, leave them out, as they do with Flax's own files.
+traceback_util.register_exclusion(_OURS)
 _STANDARD = sysconfig.get_path('stdlib') + os.sep
 
 

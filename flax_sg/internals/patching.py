@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,4 +59,5 @@ def install(hooks: Mapping[str, Callable[..., Any]]) -> None:
     """
     for key, (owner, name) in HOOKED.items():
         originals[key] = vars(owner)[name]
-        setattr(owner, name, hooks[key])
+        # Whoever asks for a signature or the documentation gets those of Flax.
+        setattr(owner, name, functools.wraps(originals[key])(hooks[key]))

@@ -302,9 +302,13 @@ for table in TABLES:
 @functools.cache
 def raised(case: str) -> tuple[Exception, frozenset[str]]:
     """What a program raises, and the places in the library that have raised it."""
-    program = CASES[case][0]
-    with pytest.raises(Exception) as caught:
-        program()
+    program, filtering = CASES[case][0], jax.config.jax_traceback_filtering
+    jax.config.update('jax_traceback_filtering', 'off')  # It leaves our files out.
+    try:
+        with pytest.raises(Exception) as caught:
+            program()
+    finally:
+        jax.config.update('jax_traceback_filtering', filtering)
     error = caught.value
     sites = frozenset(_sites_of(error))
     return error.with_traceback(None), sites

@@ -1,5 +1,6 @@
 """`flax_sg.linen` is flax.linen and more, and flax.linen stays what it was."""
 
+import inspect
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import flax.linen
 import pytest
 
 from flax_sg import linen as nn
+from flax_sg.internals import patching
 
 # What flax_sg adds. Of the same name in flax.linen there must be none.
 OURS = {
@@ -249,3 +251,49 @@ print(*(name for name, g in first.items() if any(x.any() for x in jax.tree.leave
 """.replace('METHOD', method)
     )
     assert out.split() == ['b', 'c'][: 1 + (method == 'compact')]
+
+
+def test_the_import_leaves_the_lines_of_programs_as_they_are():
+    """Hooks stand between a model and what it calls, open block or not."""
+    program = """
+import traceback
+import jax, jax.numpy as jnp, flax.linen as fnn
+
+class Net(fnn.Module):
+    def setup(self):
+        self.w = self.param('w', fnn.initializers.lecun_normal(), (3, 3))
+
+    @fnn.compact
+    def __call__(self, x):
+        h = jax.nn.relu(fnn.remat(fnn.Dense)(3)(x @ self.w))
+        return jax.nn.silu(h) + jax.nn.logsumexp(h)
+
+def fails(key, shape):
+    return jnp.zeros(shape) + jnp.ones(7)
+
+class Fails(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        return self.param('w', fails, (3,))
+
+x = jnp.ones((2, 3))
+step = jax.jit(jax.grad(lambda v: Net().apply(v, x).sum()))
+shapes = jax.eval_shape(Net().init, jax.random.key(0), x)
+print(step.lower(shapes).as_text(debug_info=True))
+try:
+    jax.jit(Fails().init)(jax.random.key(0), x)
+except TypeError as error:
+    print([frame.name for frame in traceback.extract_tb(error.__traceback__)])
+"""
+    plain, ours = (run_python(first + program) for first in ('\n', 'import flax_sg\n'))
+    assert ours == plain
+    assert 'relu' in ours and "'fails'" in ours.splitlines()[-1]
+
+
+@pytest.mark.parametrize('key', patching.HOOKED)
+def test_a_hook_looks_like_what_it_stands_for(key):
+    (owner, name), original = patching.HOOKED[key], patching.originals[key]
+    hook = getattr(owner, name)
+    assert hook is not original
+    assert inspect.signature(hook) == inspect.signature(original)
+    assert (hook.__doc__, hook.__name__) == (original.__doc__, original.__name__)
