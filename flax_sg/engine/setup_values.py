@@ -51,13 +51,13 @@ class Kept:
 
     def __init__(self, cls: type, name: str) -> None:
         self._cls, self._name = cls, name
-        self._before = vars(cls).get(name, _NONE)
+        self._before = vars(cls).get(name, _Nothing)
 
     def __get__(self, module: Any, cls: type) -> Any:
-        found = _NONE if module is None else vars(module).get(self._name, _NONE)
-        if found is not _NONE:
+        found = _Nothing if module is None else vars(module).get(self._name, _Nothing)
+        if found is not _Nothing:
             return _seen(module, self._name, found) if blocks.active() else found
-        if self._before is _NONE:
+        if self._before is _Nothing:
             of = cls if module is None else module
             return getattr(super(self._cls, of), self._name)
         get = getattr(type(self._before), '__get__', None)
@@ -70,7 +70,8 @@ class Kept:
         del vars(module)[self._name]
 
 
-_NONE = object()
+class _Nothing:
+    """Where there is nothing. A class stays one object, if others pickle a module's."""
 
 
 def _keep(module: Any) -> None:

@@ -191,6 +191,10 @@ def test_a_class_has_what_it_had():
     assert inherits.w == inherits().w == 5
     object.__delattr__(bound, 'scale')
     assert bound.scale == 3.0
+    # Whoever sends a class of a notebook to another process sends descriptors with it.
+    sent = pickle.loads(pickle.dumps(vars(Shown)['w']))
+    with pytest.raises(AttributeError, match="no attribute 'w'"):
+        sent.__get__(None, Shown)
 
 
 def test_an_attribute_of_a_class_that_setup_hides():
