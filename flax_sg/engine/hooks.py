@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from typing import Any
 
+from flax.core import meta
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
@@ -18,7 +19,7 @@ from flax_sg.engine import (
     writeback,
     writes,
 )
-from flax_sg.internals import core_scopes, modules, patching
+from flax_sg.internals import modules, patching
 
 _MISSING = object()
 
@@ -64,7 +65,7 @@ def _param(
         _original['param'](self, name, init_fn, *args, unbox=False, **kw)
     # Read it in the blocks. Flax returns a new parameter without reading it.
     value = self.get_variable('params', name)
-    return core_scopes.unbox(value) if unbox else value
+    return meta.unbox(value) if unbox else value
 
 
 def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:

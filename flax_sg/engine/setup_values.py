@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -32,14 +32,7 @@ from flax_sg import errors
 from flax_sg.engine import blocks, contents, selection, views
 from flax_sg.engine.roots import ROOT_FLAG, Blocks, Root, carry
 from flax_sg.internals import core_scopes, modules, patching, tracing
-from flax_sg.internals.weak import remembered
 from flax_sg.trees.variables import Key
-
-
-@remembered
-def _arguments(cls: type) -> frozenset[str]:
-    """The names of the fields that a module is constructed with."""
-    return frozenset(f.name for f in dataclasses.fields(cls) if f.init)
 
 
 class Kept:
@@ -77,13 +70,23 @@ class _Nothing:
 def _keep(module: Any) -> None:
     """Looks after the attributes in which a module keeps what ``setup`` has made."""
     cls = type(module)
-    for name in vars(module).keys() - _OF_FLAX - _arguments(cls):
-        value = vars(module)[name]
+    for name, value in _made_in_setup(module):
         if isinstance(value, contents.CLOSED):  # Most attributes are modules.
             continue
         found = inspect.getattr_static(cls, name, None)
         if not hasattr(type(found), '__set__'):  # Else somebody looks after it.
             setattr(cls, name, Kept(cls, name))
+
+
+def _made_in_setup(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes that are neither arguments of a module nor of Flax."""
+    fields = module.__dataclass_fields__
+    for name in vars(module).keys() - _OF_FLAX:
+        if not (name in fields and fields[name].init):
+            yield name, vars(module)[name]
+
+
+_OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
 
 
 def look_at_what_is_older() -> None:
@@ -97,7 +100,7 @@ def look_at_what_is_older() -> None:
                 carry(thing, by_variables[number])
             else:
                 by_variables[number] = blocks.begin(thing, depth=0)
-        elif issubclass(kind, modules.Module) and modules.was_set_up(thing):
+        elif issubclass(kind, modules.Module) and modules.is_set_up(thing):
             _keep(thing)
 
 
@@ -147,14 +150,10 @@ def _covering(scope: Scope) -> tuple[Root, Blocks]:
     return root, tuple(block for block in blocks.active() if block.covers(root))
 
 
-_OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
-
-
 def _make_plain(viewed: _SetupValues) -> None:
     """Replaces values made in blocks by those that ``setup`` makes without blocks."""
     module, plain = viewed.module, _SetupValues(viewed.module, viewed.root, ())
-    for name in vars(module).keys() - _OF_FLAX - _arguments(type(module)):
-        value = vars(module)[name]
+    for name, value in _made_in_setup(module):
         if contents.may_hold(value, contents.NUMBERS):
             new = plain.convert(name, value, viewed.blocks)
             viewed.shown[name] = new, value, True

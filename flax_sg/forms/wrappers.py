@@ -340,7 +340,7 @@ def _attached(module: Any, scope: Scope) -> Any:
     """The module; as it is in the tree of a scope, if it has been attached there."""
     if module.scope is not None or module.parent is not None:
         return module
-    there = modules.adopted(scope).get(modules.id_of(module))
+    there = modules.attached(module, scope)
     if there is not None:
         return there
     if isinstance(module, Wrapper):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from flax.core import lift, meta
+from flax.core import lift
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
@@ -27,11 +27,6 @@ def variables_of(scope: Scope) -> dict[str, Any]:
 def minimal_scopes(scope_tree: Any) -> tuple[Scope, ...]:
     """The outermost scopes of a tree of scopes, in the order of ``lift.pack``."""
     return lift._dedup_scopes(jax.tree_util.tree_leaves(scope_tree))[0]
-
-
-def unbox(value: Any) -> Any:
-    """The value without its ``AxisMetadata`` boxes, as ``Module.param`` returns it."""
-    return meta.unbox(value)
 
 
 def copied(tree: Any) -> Any:

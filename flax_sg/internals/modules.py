@@ -87,8 +87,10 @@ def is_sowing() -> bool:
 
 
 def is_set_up(module: Module) -> bool:
-    """Whether ``setup`` has run to its end."""
-    state = module._state
+    """Whether ``setup`` has run to its end; the module may be half made."""
+    state = vars(module).get('_state')
+    if state is None:
+        return False
     return state.setup_called == linen_module.SetupState.DONE and not state.in_setup
 
 
@@ -174,12 +176,6 @@ def start(module: Module) -> None:
     object.__setattr__(module, '_state', linen_module._ModuleInternalState())
 
 
-def was_set_up(module: Module) -> bool:
-    """Whether a module, which may be half made, is bound and ``setup`` has run."""
-    is_bound = vars(module).get('scope') is not None
-    return is_bound and is_started(module) and is_set_up(module)
-
-
 def is_started(module: Module) -> bool:
     """Whether a module has its id already."""
     return '_id' in vars(module)
@@ -201,26 +197,25 @@ def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
     """
     if module.parent is None:  # Made outside: Flax clones it once per tree.
         outside, module = module, module.clone(name=None)
-        adopted(scope)[outside._id] = module
+        _adopted(scope)[outside._id] = module
     object.__setattr__(module, 'name', name)
     object.__setattr__(module, 'parent', scope)
     module.__post_init__()
     return module
 
 
-def adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
-    """The modules made outside and attached in the tree of a scope, by their ids."""
+def attached(module: Module, scope: Scope) -> Module | None:
+    """A module that was made outside, as it is attached in the tree of a scope."""
+    return _adopted(scope).get(module._id)
+
+
+def _adopted(scope: Scope) -> weakref.WeakValueDictionary[Any, Module]:
     cache: weakref.WeakValueDictionary[Any, Module] = weakref.WeakValueDictionary()
     root: Any = scope.root
     if hasattr(linen_module, '_caches'):
         return linen_module._caches.setdefault(root, cache)
     # From flax 0.12.9 on.
     return vars(root).setdefault('_submodule_adoption_cache', cache)  # pragma: no cover
-
-
-def id_of(module: Module) -> Any:
-    """The id of a module, which is its key in ``adopted``."""
-    return module._id
 
 
 def place_of(module: Module) -> Any:

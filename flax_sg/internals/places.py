@@ -31,13 +31,8 @@ class Place(NamedTuple):
     def here(cls) -> Place:
         """Returns the place in the user's program that is running now."""
         frame = frames.frame_of_user(2)
-        return cls(
-            frame.f_code.co_filename,
-            frame.f_lineno,
-            id(frame),
-            threading.current_thread(),
-            _task(),
-        )
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        return cls(file, line, id(frame), threading.current_thread(), _task())
 
     def is_in_this_task(self) -> bool:
         """Whether the running asyncio task, or no task at all, opened the block."""

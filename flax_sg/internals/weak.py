@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar('T')
@@ -46,21 +45,3 @@ class ByIdentity(Generic[T]):
             found = self.known.get(number)
             if found is not None and found[0]() is None:  # No later object's entry.
                 del self.known[number]
-
-
-def remembered(fn: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Calls a function of a class once for each class, as long as the class lives.
-
-    ``functools.lru_cache`` would keep classes, and all that their methods close over.
-    """
-    known: ByIdentity[tuple[T]] = ByIdentity()
-
-    @functools.wraps(fn)
-    def once(cls: Any) -> T:
-        found = known.get(cls)
-        if found is None:
-            found = (fn(cls),)
-            known.put(cls, found)
-        return found[0]
-
-    return once
