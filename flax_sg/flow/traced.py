@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import shown
+from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.flow.rows import unique
@@ -63,6 +63,8 @@ def traced(
     run: Any = fun.apply if isinstance(fun, linen.Module) else fun
     # What a module writes comes back beside its output.
     writes = is_module and kwargs.get('mutable', False) is not False
+    if not callable(fun) and not is_module:
+        raise wrong_argument(fun, 'function', 'sg.live(loss, params), uncalled')
     name = type(fun).__name__ if is_module else predicates.describe(run)
     for number in [argnums] if isinstance(argnums, int) else argnums:
         if not -len(args) <= number < len(args):

@@ -63,6 +63,11 @@ def pair(tied: bool) -> Any:
 
 
 CASES: dict[str, Any] = {
+    'a name of linen': (
+        lambda: nnx.Frozen,
+        "AttributeError: 'Frozen' | nnx.stop_gradient(layer, True)",
+    ),
+    'a name that there is not': (lambda: nnx.Linaer, "AttributeError: 'Linaer'"),
     'a kind that no Variable has': (
         lambda: nnx.stop_gradient(model, True, kind='params'),
         "UnusedFilterError: kind='params' | There are: nnx.Param | kind=nnx.Param",
