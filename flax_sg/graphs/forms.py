@@ -61,7 +61,8 @@ def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any)
             and ``~ & |`` on ``flax_sg.filters`` values. Tied weights are selected by
             any of their paths.
         kind: the Variables that may be selected, as an NNX filter: a type, a tag, or
-            several. Default ``nnx.Param``.
+            several. By default ``nnx.Param``, and real and complex arrays that are in
+            no Variable.
         **how: ``unused=`` and ``levels=``. ``unused`` is ``'raise'`` if a part of
             ``where`` matches nothing, or ``'ignore'`` to let that pass. ``levels`` says
             how many levels of differentiation are stopped: None for all, 1 for the
