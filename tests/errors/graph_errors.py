@@ -63,6 +63,14 @@ def pair(tied: bool) -> Any:
 
 
 CASES: dict[str, Any] = {
+    'an optimizer of what is frozen': (
+        lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt=~sg.live(loss, model)),
+        'FilterTypeError: nnx.Optimizer(model, tx, wrt=live)',
+    ),
+    'a gradient of what is frozen': (
+        lambda: nnx.DiffState(0, ['head/**', ~sg.live(loss, model)]),
+        'FilterTypeError: nnx.DiffState(0, live)',
+    ),
     'a name of linen': (
         lambda: nnx.Frozen,
         "AttributeError: 'Frozen' | nnx.stop_gradient(layer, True)",
