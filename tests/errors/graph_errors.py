@@ -67,6 +67,14 @@ CASES: dict[str, Any] = {
         lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt=~sg.live(loss, model)),
         'FilterTypeError: nnx.Optimizer(model, tx, wrt=live)',
     ),
+    'a view that stops what is trained': (
+        lambda: nnx.stop_gradient(model, sg.live(loss, model)),
+        'FilterTypeError: nnx.stop_gradient(model, ~live)',
+    ),
+    'a view that trains what is frozen': (
+        lambda: nnx.train_only(model, ~sg.live(loss, model)),
+        'FilterTypeError: nnx.train_only(model, live)',
+    ),
     'a gradient of what is frozen': (
         lambda: nnx.DiffState(0, ['head/**', ~sg.live(loss, model)]),
         'FilterTypeError: nnx.DiffState(0, live)',
