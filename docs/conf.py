@@ -79,8 +79,12 @@ _SHORT = {
     "TypeAliasForwardRef('Where')": 'Where',
     'filters.Derived': 'Filter',
     '[[...], ': '[..., ',
-    'Where | Absent | None = ABSENT': 'Where | None = ...',
+    ' | Absent = ABSENT': ' = ...',
+    'Hashable = ABSENT': 'Hashable = ...',
+    '<function parameters>': '...',
 }
+# What functions return; nobody calls the classes.
+_RETURNED = ('BlockDecorator', 'GradientFlow', 'Why', 'Moves', 'Paths', 'Variable')
 
 
 def show_for_users(app, what, name, obj, options, signature, returns):
@@ -90,8 +94,10 @@ def show_for_users(app, what, name, obj, options, signature, returns):
         shown = [p.replace(annotation=p.empty) for p in found]
         shown = [p for p in shown if p.name not in _NOT_FOR_USERS]
         return str(inspect.Signature(shown)), returns
-    if name.endswith(('.BlockDecorator', '.GradientFlow', '.Why')):
-        return '', None  # What functions return; nobody calls the classes.
+    if what == 'class' and name.endswith(_RETURNED):
+        return '', None
+    if name == 'flax_sg.nnx.Optimizer':
+        return '(model, tx, *, wrt)', None  # As Flax's own, which it passes on to.
     return signature, returns
 
 
@@ -130,9 +136,23 @@ def drop_notes(app, docname, source):
         source[0] = re.sub(r'^> A code host .*\n(> .*\n)*', '', source[0], flags=re.M)
 
 
+def break_code(app, pagename, templatename, context, doctree):
+    """Lets code in tables break between names, where a phone is narrow."""
+
+    def table(found):
+        return re.sub(r'(<span class="pre">)(.*?)(</span>)', code, found[0])
+
+    def code(found):
+        return found[1] + re.sub(r'([_./(,=])(?=\w)', r'\1<wbr>', found[2]) + found[3]
+
+    body = context.get('body', '')
+    context['body'] = re.sub(r'<table.*?</table>', table, body, flags=re.DOTALL)
+
+
 def setup(app):
     """Connects the functions above."""
     app.connect('autodoc-process-signature', show_for_users)
     app.connect('source-read', link_notebooks)
     app.connect('source-read', drop_notes)
     app.connect('object-description-transform', shorten)
+    app.connect('html-page-context', break_code)

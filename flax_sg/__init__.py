@@ -33,7 +33,11 @@ else:
 
     def __getattr__(name):
         if name not in _LATER:
-            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+            is_there = hasattr(linen, name)
+            write = f': write nn.{name}, from flax_sg import linen as nn' * is_there
+            raise AttributeError(
+                f'module {__name__!r} has no attribute {name!r}{write}'
+            )
         module = _importlib.import_module(_LATER[name])
         globals()[name] = value = getattr(module, name, module)
         return value

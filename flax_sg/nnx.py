@@ -12,6 +12,8 @@ subclasses that take paths. Nothing in flax.nnx is changed:
 It needs flax 0.12.1 or newer; linen has no such bound.
 """
 
+import typing as _typing
+
 from flax import nnx as _nnx
 from flax.nnx import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
@@ -36,3 +38,10 @@ from flax_sg.graphs.forms import scale_gradient as scale_gradient
 from flax_sg.graphs.forms import stop_gradient as stop_gradient
 from flax_sg.graphs.forms import substitute as substitute
 from flax_sg.graphs.forms import train_only as train_only
+
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        is_linen = name in ('Frozen', 'mirror')
+        write = ': write nnx.stop_gradient(layer, True), a view' * is_linen
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}{write}')

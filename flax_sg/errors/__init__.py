@@ -249,3 +249,7 @@ class ScanMemoryWarning(UserWarning):
         nn.Frozen(nn.Sequential([nn.Dense(4), lambda x: self.head(x)]))(x)  # more
         self.head(nn.Frozen(nn.Dense(4))(x))
     """
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name, value in globals().items() if isinstance(value, type))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
@@ -34,16 +34,18 @@ class Site(NamedTuple):
     call: JaxprEqn | None = None
     around: Site | None = None
 
+    def frames(self, eqn: JaxprEqn) -> Iterator[jaxprs.Frame]:
+        """The lines of the user that made an equation of the body, innermost first."""
+        yield from jaxprs.frames_of(eqn, self.function())
+        if self.call is not None and self.around is not None:
+            yield from self.around.frames(self.call)
+
     def source(self, eqn: JaxprEqn) -> str:
-        """The line of the user that made an equation of the body."""
-        if found := jaxprs.source_of(eqn, self.function()):
-            return found
-        if self.call is None or self.around is None:
-            return UNKNOWN
-        return self.around.source(self.call)
+        """The innermost of these lines, in words."""
+        return next(map(jaxprs.described, self.frames(eqn)), UNKNOWN)
 
     def function(self) -> str:
-        """The innermost jitted function around the body, see ``source_of``."""
+        """The innermost jitted function around the body, see ``frames_of``."""
         if self.call is None or self.around is None:
             return ''
         if self.call.primitive.name in jaxprs.JITTED:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import shown
+from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.flow.rows import unique
@@ -137,6 +137,8 @@ class _Function:
         self, fun: Callable[..., Any], has_aux: bool, kwargs: Mapping[str, Any]
     ) -> None:
         is_module = isinstance(fun, linen.Module)
+        if not callable(fun) and not is_module:
+            raise wrong_argument(fun, 'function', 'sg.live(loss, params), uncalled')
         self.run: Any = fun.apply if isinstance(fun, linen.Module) else fun
         self.name = type(fun).__name__ if is_module else predicates.describe(fun)
         self._has_aux = has_aux

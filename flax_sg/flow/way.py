@@ -106,7 +106,7 @@ def _described(last: _Walked | None) -> Way:
     lines: dict[str, None] = {}
     block, by, leaves = None, '', ''
     for step, cuts, before in reversed(walked):
-        frames = list(jaxprs.frames_of(step.eqn))
+        frames = list(step.place.frames(step.eqn))
         if before is None:
             block = next(filter(None, map(_block_of, frames)), None)
         lines[step.source] = None

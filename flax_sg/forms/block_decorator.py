@@ -98,8 +98,12 @@ def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         )
     if isinstance(target, (staticmethod, classmethod)):
         return type(target)(_lifted(rewrite, target.__func__))
-    if isinstance(target, str) and rewrite.rule.brings:
+    if isinstance(target, str):
         write = f'nn.{rewrite.rule.name}(values, where={target!r})'
+        if not rewrite.rule.brings:
+            write = (
+                f'several globs as a list: nn.{rewrite.rule.name}([{target!r}, ...])'
+            )
         raise wrong_argument(target, 'module, class or function', write)
     is_wrong = isinstance(target, (type, filters.Filter)) or is_nnx_model(target)
     if is_wrong or not callable(target):

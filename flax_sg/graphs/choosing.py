@@ -110,19 +110,23 @@ def where(
     return Chosen(selected, known, 'nnx.where', kind)
 
 
-def for_nnx(given: Any, model: Any = None) -> Any:
+def for_nnx(given: Any, call: str, model: Any = None) -> Any:
     """An NNX filter of whatever people give as one: filters of flax_sg, or of NNX.
 
     Args:
         given: a filter of paths, a filter of NNX, or a list with some of both.
+        call: the call of the user, with ``{}`` for what names what is trained.
         model: the model, whose names are checked; None if it is not known yet.
 
     Raises:
         UnusedFilterError: if a path is not in the model.
-        FilterTypeError: if a filter of NNX holds a glob, which Flax takes for a tag.
+        FilterTypeError: if a filter of NNX holds a glob, which Flax takes for a tag, or
+            a filter is known to name what is frozen.
     """
     if isinstance(given, (list, tuple)):
-        return tuple(for_nnx(each, model) for each in given)
+        return tuple(for_nnx(each, call, model) for each in given)
+    if isinstance(given, filters.Filter):
+        given = filters.named(given, 'trained', call)
     if isinstance(given, str) and not re.search('[*/]', given):
         # It may be the tag of a kind, such as those of ``nnx.with_metadata``.
         tagged = nnx.filterlib.to_predicate(given)
@@ -189,11 +193,12 @@ class DiffState(nnx.DiffState):
         filter: a glob, a filter such as ``sg.live`` returns, or any filter of NNX.
 
     Raises:
-        FilterTypeError: if a filter of NNX holds a glob.
+        FilterTypeError: if a filter of NNX holds a glob, or a filter is known to name
+            what is frozen, as ``~sg.live(...)`` is.
     """
 
     def __init__(self, argnum: int, filter: Any) -> None:
-        super().__init__(argnum, for_nnx(filter))
+        super().__init__(argnum, for_nnx(filter, f'nnx.DiffState({argnum}, {{}})'))
 
 
 class Optimizer(nnx.Optimizer[M]):
@@ -218,14 +223,16 @@ class Optimizer(nnx.Optimizer[M]):
 
     Raises:
         UnusedFilterError: if a path is not in the model.
-        FilterTypeError: if a filter of NNX holds a glob.
+        FilterTypeError: if a filter of NNX holds a glob, or a filter is known to name
+            what is frozen, as ``~sg.live(...)`` is.
 
     Note:
         It warns if the model is a view, or keeps one in an attribute.
     """
 
     def __init__(self, model: M, tx: Any, *, wrt: Any, **how: Any) -> None:
-        super().__init__(model, tx, wrt=for_nnx(wrt, model), **how)
+        wrt = for_nnx(wrt, 'nnx.Optimizer(model, tx, wrt={})', model)
+        super().__init__(model, tx, wrt=wrt, **how)
         for module in Walk(model).modules.values():
             if rule := VIEWS.get(module):
                 warn_once(

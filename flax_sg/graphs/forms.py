@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from flax_sg import filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
 from flax_sg.forms import cotangent_blocks, value_blocks
@@ -61,7 +62,8 @@ def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any)
             and ``~ & |`` on ``flax_sg.filters`` values. Tied weights are selected by
             any of their paths.
         kind: the Variables that may be selected, as an NNX filter: a type, a tag, or
-            several. Default ``nnx.Param``.
+            several. By default ``nnx.Param``, and real and complex arrays that are in
+            no Variable.
         **how: ``unused=`` and ``levels=``. ``unused`` is ``'raise'`` if a part of
             ``where`` matches nothing, or ``'ignore'`` to let that pass. ``levels`` says
             how many levels of differentiation are stopped: None for all, 1 for the
@@ -84,6 +86,7 @@ def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any)
         is a view that a module keeps in an attribute. The idea is that of google/flax
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
+    filters.named(filters.as_filter(where), 'frozen', 'nnx.stop_gradient(model, {})')
     return view(Walk(model), value_blocks.stop_gradient(where, **how), kind)
 
 
@@ -92,7 +95,7 @@ def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) ->
 
     ``where`` names what is **trained**.
 
-    The complement of ``stop_gradient``: ``where`` names what is **trained**.
+    The complement of ``stop_gradient``.
 
     >>> import jax.numpy as jnp
     >>> from flax_sg import nnx
@@ -112,6 +115,7 @@ def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) ->
     Returns:
         As ``stop_gradient``.
     """
+    filters.named(filters.as_filter(where), 'trained', 'nnx.train_only(model, {})')
     return view(Walk(model), value_blocks.train_only(where, **how), kind)
 
 

@@ -96,12 +96,13 @@ def tabulate(
         try:
             tree, classes = variables_of(model, rngs, args, options)
         except Exception as error:
-            if not any(_is_key(arg) for arg in args):
+            given = next(filter(None, map(_for_init, args)), '')
+            if not given:
                 raise
             raise errors.ArgumentTypeError(
-                f'tabulate() gave {type(model).__name__} a random key as its argument, '
+                f'tabulate() gave {type(model).__name__} {given} as its argument, '
                 f'and init raised {type(error).__name__}.\n'
-                'flax.linen.tabulate takes the keys first; here they have a name.\n'
+                'tabulate() makes the variables itself, and random keys have a name.\n'
                 'Write sg.tabulate(model, x), or sg.tabulate(model, x, rngs=rngs).'
             ) from error
         options |= {'rngs': rngs, 'mutable': mutable}
@@ -124,8 +125,12 @@ def tabulate(
     )
 
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _for_init(x: Any) -> str:
+    """What other functions take first, in words, or ''."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return 'a random key'
+    is_tree = isinstance(x, Mapping) and any(isinstance(y, Mapping) for y in x.values())
+    return 'a tree of variables' if is_tree else ''
 
 
 # How many values are trained, and how many are not: stopped, not used, or integers.

@@ -63,6 +63,27 @@ def pair(tied: bool) -> Any:
 
 
 CASES: dict[str, Any] = {
+    'an optimizer of what is frozen': (
+        lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt=~sg.live(loss, model)),
+        'FilterTypeError: nnx.Optimizer(model, tx, wrt=live)',
+    ),
+    'a view that stops what is trained': (
+        lambda: nnx.stop_gradient(model, sg.live(loss, model)),
+        'FilterTypeError: nnx.stop_gradient(model, ~live)',
+    ),
+    'a view that trains what is frozen': (
+        lambda: nnx.train_only(model, ~sg.live(loss, model)),
+        'FilterTypeError: nnx.train_only(model, live)',
+    ),
+    'a gradient of what is frozen': (
+        lambda: nnx.DiffState(0, ['head/**', ~sg.live(loss, model)]),
+        'FilterTypeError: nnx.DiffState(0, live)',
+    ),
+    'a name of linen': (
+        lambda: nnx.Frozen,
+        "AttributeError: 'Frozen' | nnx.stop_gradient(layer, True)",
+    ),
+    'a name that there is not': (lambda: nnx.Linaer, "AttributeError: 'Linaer'"),
     'a kind that no Variable has': (
         lambda: nnx.stop_gradient(model, True, kind='params'),
         "UnusedFilterError: kind='params' | There are: nnx.Param | kind=nnx.Param",

@@ -127,7 +127,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'keys as in flax.linen.tabulate': (
         lambda: sg.tabulate(fnn.Dense(2), jax.random.key(0)),
-        'ArgumentTypeError: rngs=rngs',
+        'ArgumentTypeError: a random key | rngs=rngs',
+    ),
+    'variables as in apply': (
+        lambda: sg.tabulate(fnn.Dense(2), {'params': {'kernel': 1.0}}, jnp.ones(2)),
+        'ArgumentTypeError: a tree of variables | sg.tabulate(model, x)',
+    ),
+    'the value of a loss': (
+        lambda: sg.live(jnp.ones(2), {'w': 1.0}),
+        'ArgumentTypeError: an array (float32[2]) is no function | '
+        'sg.live(loss, params)',
     ),
     'a part that there is not': (
         lambda: in_block(np.s_[5:]),

@@ -165,6 +165,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     'target': (
         lambda: nn.stop_gradient('kernel', 'encoder/**'),
         "ArgumentTypeError: 'kernel' | "
+        "several globs as a list: nn.stop_gradient(['kernel', ...])",
+    ),
+    'no target': (
+        lambda: nn.stop_gradient(3, 'encoder/**'),
+        'ArgumentTypeError: 3 (int) | '
         'nn.stop_gradient(target, where) | jax.lax.stop_gradient(x)',
     ),
     'a value that does not fit': (

@@ -678,7 +678,9 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     ('head', NET, "Did you mean 'head/**'?"),
     ('haed', NET, "Did you mean 'head/**'?"),
     ('fc/**', NET, "Nearest: 'encoder/fc/bias', 'encoder/fc/kernel'"),
-    ('encoder.fc.kernel', NET, "Nearest: 'encoder/fc/kernel'"),
+    ('encoder.fc.kernel', NET, "Names are joined by '/': 'encoder/fc/kernel'."),
+    ('!head/**', NET, "A glob has no '!': write ~filters.as_filter('head/**')."),
+    ('!hed/**', NET, 'A pattern matches whole paths'),
     # Nothing that is left names something, or it is no pattern.
     ('decodr_7/*/**', NET, 'A pattern matches whole paths'),
     ('(', NET, 'A pattern matches whole paths'),

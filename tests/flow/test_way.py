@@ -150,6 +150,36 @@ def test_an_assertion_says_where_a_value_leaves_its_block():
     assert last.endswith('write jax.lax.stop_gradient there.')
 
 
+@jax.jit
+def squared(features: Any) -> Any:
+    return jnp.mean(features**2)
+
+
+class Twice(nn.Module):
+    """Two blocks that call the same jitted function, which JAX traces once."""
+
+    def setup(self):
+        self.one, self.two = nn.Dense(3), nn.Dense(3)
+
+    def __call__(self, x):
+        with nn.train_only('one/**'):
+            one = squared(self.one(x))
+        with nn.train_only('two/**'):
+            two = squared(self.two(x))
+        return {'one': one, 'two': two}
+
+
+def test_a_line_of_a_jitted_function_is_in_the_block_that_calls_it():
+    """JAX keeps the lines of the first call, or none."""
+    report, lines = report_of(Twice())
+    for name in ('one', 'two'):
+        why = report.why(name, f'{name}/kernel')
+        called, inside = why.lines
+        assert texts([called], lines) == [f'{name} = squared(self.{name}(x))']
+        assert 'squared' in inside
+        assert why.leaves == ''
+
+
 def test_a_leak_in_another_package_names_the_line_of_the_user(tmp_path, monkeypatch):
     """Nobody edits what is installed."""
     package = tmp_path / 'site-packages'

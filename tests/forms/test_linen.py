@@ -7,6 +7,7 @@ import sys
 import flax.linen
 import pytest
 
+import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg.internals import patching
 
@@ -73,6 +74,16 @@ def test_other_names_raise(name: str):
     with pytest.raises(AttributeError) as info:
         getattr(nn, name)
     assert str(info.value) == f"module 'flax_sg.linen' has no attribute {name!r}"
+
+
+@pytest.mark.parametrize('name', ['Frozen', 'train_only', 'Dense'])
+def test_a_name_of_linen_is_told(name: str):
+    with pytest.raises(AttributeError) as info:
+        getattr(sg, name)
+    told = f': write nn.{name}, from flax_sg import linen as nn'
+    assert str(info.value) == f"module 'flax_sg' has no attribute {name!r}{told}"
+    with pytest.raises(AttributeError, match=r"'Densse'$"):
+        _ = sg.Densse
 
 
 def test_submodules_cannot_be_loaded_twice():

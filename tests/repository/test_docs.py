@@ -24,17 +24,13 @@ def names_of(module: ModuleType) -> set[str]:
     if module in (filters, core):
         return set(module.__all__)
     public = {n: getattr(module, n) for n in dir(module) if not n.startswith('_')}
+    if module is errors:
+        return set(public)
     found = {name: x for name, x in public.items() if not inspect.ismodule(x)}
     if module in EXTENDED:
         theirs = vars(EXTENDED[module])
         return {name for name in found if found[name] is not theirs.get(name)}
-    if module is errors:
-        return {name for name, value in found.items() if _is_exception(value)}
     return set(found)
-
-
-def _is_exception(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Exception)
 
 
 # The module, its short name in the pages, and the classes that its functions return.

@@ -119,6 +119,6 @@ def test_the_commands_exist():
     commands = runpy.run_path(str(ROOT / 'dev.py'))['COMMANDS']
     shown = [code for _, mark, code in blocks(README.read_text()) if mark == 'bash']
     named = re.findall(r'python3 dev\.py (\w+)', README.read_text())
-    assert {'demo', 'test'} <= set(named) <= set(commands)
-    assert 'python3 dev.py demo' in shown[0]
+    assert {'test'} <= set(named) <= set(commands)
+    assert 'python -m flax_sg demo' in shown[0]
     assert 'python3 dev.py test' in shown[0]
