@@ -171,14 +171,14 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
     def steps_to(variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The equations that make some values, in order, and what these begin with."""
-        waiting, needed, first = list(variables), set[int](), dict[Any, None]()
+        waiting, needed, first = [*reversed(variables)], set[int](), dict[Any, None]()
         while waiting:
             variable = waiting.pop()
             if variable not in made_by:
                 first[variable] = None
             elif made_by[variable] not in needed:
                 needed.add(made_by[variable])
-                waiting += _inputs(jaxpr.eqns[made_by[variable]])
+                waiting += reversed(_inputs(jaxpr.eqns[made_by[variable]]))
         return [jaxpr.eqns[number] for number in sorted(needed)], list(first)
 
     def made(variables: Sequence[Any]) -> dict[Any, Any]:
