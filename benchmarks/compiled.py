@@ -120,14 +120,23 @@ class Step:
         inputs = place(inputs)
         optimizer = place(jax.eval_shape(trainer.init, trainer.params))
         self.gradients: Any = None
+        # What a step returns is where it was before: without this, XLA may keep the
+        # gradients of sharded parameters whole.
+        kept = _shardings(params), _shardings(optimizer)
         if trainer.one_jit:
-            [step] = _jitted(trainer)
+            step = jax.jit(
+                _both(trainer), donate_argnums=(0, 1), out_shardings=(None, *kept)
+            )
             for _ in range(3):
                 traced = step.trace(optimizer, params, state, *inputs)
                 (_, state), params, optimizer = place(traced.out_info)
             lowered = [step.lower(optimizer, params, state, *inputs)]
         else:
-            gradient, update = _jitted(trainer)
+            _, grads = jax.eval_shape(trainer.gradient, params, state, *inputs)
+            self.gradients = place(grads)
+            out = None, _shardings(self.gradients)
+            gradient = jax.jit(trainer.gradient, out_shardings=out)
+            update = jax.jit(trainer.update, donate_argnums=(1, 2), out_shardings=kept)
             for _ in range(3):
                 traced = gradient.trace(params, state, *inputs)
                 (_, state), self.gradients = place(traced.out_info)
@@ -170,17 +179,18 @@ class Step:
 
 
 @functools.lru_cache(maxsize=32)
-def _jitted(trainer: Trainer) -> list[Any]:
-    """The programs of a trainer; for other devices they are not traced again."""
-    if not trainer.one_jit:
-        update = jax.jit(trainer.update, donate_argnums=(1, 2))
-        return [jax.jit(trainer.gradient), update]
+def _both(trainer: Trainer) -> Callable[..., Any]:
+    """The step of a trainer; for other devices it is not traced again."""
 
     def both(opt_state: Any, params: Any, state: Any, *inputs: Any) -> Any:
         value, grads = trainer.gradient(params, state, *inputs)
         return value, *trainer.update(grads, opt_state, params)
 
-    return [jax.jit(both, donate_argnums=(0, 1))]
+    return both
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: getattr(leaf, 'sharding', None), tree)
 
 
 def hands(steps: Mapping[str, Step]) -> dict[str, str]:

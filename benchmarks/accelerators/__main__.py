@@ -46,10 +46,13 @@ def studies(
     several = [topology] if topology else FEW[platform]
     smallest = workloads.workloads(workloads.SMALL)
     if small:
-        tiny = Decoder(2, 64)
+        tiny = Decoder(4, 64)
         return {
             'programs': lambda: chips.rows(platform, one, only, smallest),
             'sharded': lambda: sharded.rows(platform, several[:1], only, tiny, 16),
+            'scale': lambda: scale.rows(
+                platform, several[:1], only, {'tiny': tiny}, 16
+            ),
             'memories': lambda: memories.rows(platform, one, only),
             'kernels': lambda: kernels.rows(platform, one, only),
         }
@@ -64,18 +67,21 @@ def studies(
     }
     if platform == 'tpu':
         named = [topology] if topology else scale.TOPOLOGIES
-        found['scale'] = lambda: scale.rows(named, only)
+        found['scale'] = lambda: scale.rows(platform, named, only)
     return found
 
 
 def wanted(platform: str) -> dict[str, list[tuple[str, str]]]:
-    """Returns the devices and cases of the larger studies, to say what was not run."""
+    """Returns the devices and cases of the studies, to say what was not run."""
     works = [work.name for work in workloads.workloads(workloads.SMALL)]
-    chips_of = compilers.CHIPS[platform]
+    every = [*compilers.CHIPS[platform]]
     found: dict[str, tuple[Iterable[str], Iterable[str]]] = {
-        'programs': (chips_of, works),
-        'chips': (chips_of, works),
+        'programs': (every, works),
+        'chips': (every, works),
         'sharded': (FEW[platform], sharded.PLACEMENTS),
+        'memories': (every[:1], memories.CASES),
+        'kernels': (every[:1], kernels.CASES),
+        'scans': (every[:1], scans.CASES),
     }
     if platform == 'tpu':
         cases = [f'{model}, {case}' for model in scale.MODELS for case in scale.CASES]

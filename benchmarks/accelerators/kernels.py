@@ -14,6 +14,11 @@ from benchmarks.accelerators.rows import Row, measured
 from benchmarks.accelerators.sharded import WAYS, data_of
 from benchmarks.workloads import Workload
 
+CASES = {
+    'flash attention, backbone frozen': (0, BACKBONE),
+    'flash attention, LoRA': (RANK, ADAPTED),
+}
+
 
 def flash(platform: str) -> Any:
     """Flash attention in Pallas: by Mosaic for a TPU, by Triton for a GPU."""
@@ -42,10 +47,7 @@ def rows(
         only: a regular expression for names of cases.
         tokens: tokens of an example.
     """
-    for case, rank, frozen in (
-        ('flash attention, backbone frozen', 0, BACKBONE),
-        ('flash attention, LoRA', RANK, ADAPTED),
-    ):
+    for case, (rank, frozen) in CASES.items():
         if not re.search(only, case):
             continue
         module = Decoder(4, 512, 4, rank=rank, attention=flash(platform))

@@ -22,9 +22,11 @@ from benchmarks.workloads import Workload
 from flax_sg.testing import optimized_hlo
 
 WEIGHTS = Selection.of('layers/.*base/kernel')
+# Each layer fetches its weights.
+FETCH = functools.partial(jax.device_put, device=jax.memory.Space.Device)
 CASES = {
-    'backbone frozen': (Decoder(4, 512, 4, fetch=True), BACKBONE),
-    'LoRA': (Decoder(4, 512, 4, rank=RANK, fetch=True), ADAPTED),
+    'backbone frozen': (Decoder(4, 512, 4, fetch=FETCH), BACKBONE),
+    'LoRA': (Decoder(4, 512, 4, rank=RANK, fetch=FETCH), ADAPTED),
 }
 
 

@@ -22,13 +22,14 @@ class Base(nn.Module):
         features: the width of the result.
         bits: 32, or 8 for a weight in int8 with a scale for each feature.
         names: the mesh axes of the weight, which is in a box of them.
-        fetch: whether the weight comes from the memory of the host.
+        fetch: brings the weight to where it is used: from the memory of the host, or
+            from other devices.
     """
 
     features: int
     bits: int = 32
     names: tuple[str | None, ...] = ()
-    fetch: bool = False
+    fetch: Any = staticmethod(lambda kernel: kernel)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -41,9 +42,7 @@ class Base(nn.Module):
             return x @ (kernel.astype(x.dtype) * scale.astype(x.dtype))
         if self.names:
             init = nn.with_partitioning(init, self.names)
-        kernel = self.param('kernel', init, shape)
-        if self.fetch:
-            kernel = jax.device_put(kernel, jax.memory.Space.Device)
+        kernel = self.fetch(self.param('kernel', init, shape))
         return x @ kernel.astype(x.dtype)
 
 
@@ -54,7 +53,7 @@ class Adapted(nn.Module):
     rank: int = 0
     bits: int = 32
     names: tuple[str | None, ...] = ()
-    fetch: bool = False
+    fetch: Any = Base.fetch
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -88,7 +87,7 @@ class Layer(nn.Module):
     rank: int = 0
     bits: int = 32
     boxes: bool = False
-    fetch: bool = False
+    fetch: Any = Base.fetch
     attention: Any = staticmethod(
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
     )
@@ -145,7 +144,7 @@ class Decoder(nn.Module):
     rank: int = 0
     bits: int = 32
     boxes: bool = False
-    fetch: bool = False
+    fetch: Any = Base.fetch
     lookup: bool = True
     by_hand: int = 0
     stop: Stop = no_stop
@@ -178,14 +177,15 @@ class Decoder(nn.Module):
         hot = None if self.lookup else jax.nn.one_hot(tokens, self.vocabulary)
         with self.stop(self.frozen):
             embed = nn.Embed(self.vocabulary, self.width, name='embed')
-            x = embed(tokens) if self.lookup else hot @ embed.embedding
+            x = embed(tokens) if self.lookup else hot @ self.fetch(embed.embedding)
             x = self.spread(x.astype(jnp.bfloat16))
             if self.by_hand and not self.is_initializing():
                 x = self.two_scans(Layer(*fields, parent=None), x)
             else:
                 layers = scanned(*fields, name='layers')
                 x, _ = self.wrap(layers)(x, None)
-        logits = self.spread(Adapted(self.vocabulary, name='head')(x))
+        head = Adapted(self.vocabulary, fetch=self.fetch, name='head')
+        logits = self.spread(head(x))
         logits = logits.astype(jnp.float32)
         if hot is None:
             chosen = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]

@@ -4,6 +4,7 @@ Compiled in bfloat16, with float32 parameters and a float32 optimizer, fully sha
 one example for each chip.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ from benchmarks.accelerators.rows import Row, measured
 from benchmarks.accelerators.sharded import (
     CLIPPED,
     WAYS,
+    Maker,
     Placement,
+    constrained,
     data_of,
     placed,
 )
@@ -38,7 +41,8 @@ MODELS = {
 }
 TOPOLOGIES = 'v5e:16x16', 'v5p:8x8x16'
 TOKENS = 2048
-Makers = Mapping[str, Callable[[], Trainer]]
+LATE = 'mask behind a clip'
+Makers = Mapping[str, Maker]
 CaseOf = Callable[[Decoder, int, int], tuple[Makers, Data]]
 
 
@@ -56,8 +60,13 @@ def adapters(model: Decoder, batch: int, tokens: int) -> tuple[Makers, Data]:
 
 
 def few_bits(model: Decoder, batch: int, tokens: int) -> tuple[Makers, Data]:
-    """The same on weights of int8."""
-    return adapters(model.clone(bits=8), batch, tokens)
+    """The same on weights of int8; only ways that split the parameters take these."""
+    makers, data = adapters(model.clone(bits=8), batch, tokens)
+    work = Workload('', model.clone(bits=8, rank=RANK), [], ADAPTED)
+    wrapped = functools.partial(
+        trainers.live, tx=CLIPPED, one_jit=True, spelling=spellings.frozen
+    )
+    return {**makers, 'flax_sg Frozen, live': lambda: wrapped(work, data)}, data
 
 
 def layers(model: Decoder, batch: int, tokens: int) -> tuple[Makers, Data]:
@@ -66,7 +75,7 @@ def layers(model: Decoder, batch: int, tokens: int) -> tuple[Makers, Data]:
     data = data_of(model, batch, tokens)
     embed, stack = Selection.of('embed/.*'), Selection.of('layers/.*', (0, first))
     where = ['embed/**', sg.at('layers/**', np.s_[:first])]
-    tx = optax.chain(CLIP, trainers.labelled(embed.mask(data.params)))
+    adam = trainers.labelled(embed.mask(data.params))
 
     def no_embedding(params: Any) -> Any:
         return embed.map(jax.lax.stop_gradient, params)
@@ -75,16 +84,16 @@ def layers(model: Decoder, batch: int, tokens: int) -> tuple[Makers, Data]:
         stop = functools.partial(spellings.stopped, rows=stack.rows)
         return no_embedding(stack.map(stop, params))
 
-    def zeroed(grads: Any) -> Any:
+    def zeroed(grads: Any, _: Any = None) -> Any:
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
         grads = stack.map(lambda leaf: leaf.at[:first].set(0.0), grads)
         return embed.map(zeros, grads)
 
-    def same(tree: Any) -> Any:
-        return tree
+    clipped = optax.chain(CLIP, adam)
+    late = optax.chain(CLIP, optax.stateless(zeroed), adam)
 
     def make(
-        module: Decoder, stop: Any = same, mask: Any = same, tx: Any = tx
+        module: Decoder, stop: Any = _same, mask: Any = _same, tx: Any = clipped
     ) -> Trainer:
         def loss(params: Any, state: Any, x: Any) -> Any:
             return module.apply({'params': stop(params)}, x), state
@@ -97,16 +106,25 @@ def layers(model: Decoder, batch: int, tokens: int) -> tuple[Makers, Data]:
 
     split = functools.partial(nn.scan, frozen_layers=slice(0, first))
     ours = model.clone(stop=nn.stop_gradient, frozen='embed/**', scan=split)
-    state = sg.freeze(CLIPPED, where)
     at = model.clone(stop=nn.stop_gradient, frozen=where)
     return {
         'stops by hand': lambda: make(model.clone(by_hand=first), no_embedding),
         'flax_sg frozen_layers': lambda: make(ours),
-        'flax_sg frozen_layers, sg.freeze': lambda: make(ours, tx=state),
+        'flax_sg frozen_layers, sg.freeze': lambda: make(
+            ours, tx=sg.freeze(CLIPPED, where)
+        ),
         'mask on the weights': lambda: make(model, masked),
         'flax_sg block, sg.at': lambda: make(at),
         'mask on the gradient': lambda: make(model, mask=zeroed),
+        LATE: lambda: make(model, tx=late),
+        f'{LATE}, gradient in another jit': lambda: dataclasses.replace(
+            make(model, tx=late), one_jit=False
+        ),
     }, data
+
+
+def _same(tree: Any) -> Any:
+    return tree
 
 
 def _ways(model: Decoder, data: Data, frozen: Selection) -> Makers:
@@ -123,6 +141,7 @@ CASES: dict[str, CaseOf] = {
 
 
 def rows(
+    platform: str,
     topologies: Sequence[str],
     only: str,
     models: Mapping[str, Decoder] = MODELS,
@@ -131,13 +150,14 @@ def rows(
     """Compiles a step of each model, in each case.
 
     Args:
-        topologies: topologies of TPUs.
+        platform: the platform.
+        topologies: the topologies.
         only: a regular expression for names, such as ``'8 billion, LoRA'``.
         models: the models, by their names.
         tokens: tokens of an example; there is one for each device.
     """
     for topology in topologies:
-        devices = compilers.devices('tpu', topology)
+        devices = compilers.devices(platform, topology)
         mesh = (placement := Placement(sharded=True)).mesh(devices)
         for name, model in models.items():
             for what, case_of in CASES.items():
@@ -152,4 +172,13 @@ def rows(
                     makers, data = case_of(module, len(devices), tokens)
                     specs = placement.specs(mesh, data.params)
                     place = functools.partial(placed, mesh, specs)
-                    yield from measured(topology, case, makers, data.inputs, place)
+                    behind_clip = 'optax mask' if 'optax mask' in makers else LATE
+                    makers = {
+                        **makers,
+                        f'{behind_clip}, gradient constrained': constrained(
+                            makers[behind_clip], place
+                        ),
+                    }
+                    yield from measured(
+                        topology, case, makers, data.inputs, place, rounds=3
+                    )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from benchmarks import few_bits, frozen, layers
@@ -13,6 +13,7 @@ from benchmarks.accelerators.rows import Row, row_of
 from flax_sg.testing import optimized_hlo
 
 WIDTH = 512  # Of ``few_bits``, as on a CPU.
+Place = Callable[[Any], Any]
 
 
 def rows(platform: str, chips: Mapping[str, str], only: str) -> Iterator[Row]:
@@ -25,38 +26,38 @@ def rows(platform: str, chips: Mapping[str, str], only: str) -> Iterator[Row]:
     """
     for chip, topology in chips.items():
         place = functools.partial(on, compilers.devices(platform, topology)[0])
-
-        def all_of(case: str, programs: Mapping[str, Any], chip: str = chip) -> Any:
-            texts = {way: optimized_hlo(program) for way, program in programs.items()}
-            hand = texts.get('by_hand')
-            for way, program in programs.items():
-                kind = (
-                    '' if hand is None else 'stops' if texts[way] == hand else 'other'
-                )
-                row = row_of(chip, case, way, [program])
-                yield dataclasses.replace(row, program=kind)
-
-        if re.search(only, 'frozen'):
-            yield from all_of('frozen', frozen.programs(place))
-        if re.search(only, 'few bits'):
-            yield from all_of('few bits', few_bits.programs(WIDTH, place))
-        for below in (False, True):
-            for remat in (False, True):
-                case = ', '.join(
-                    ['layers', *['below'] * below, *['under remat'] * remat]
-                )
-                stack = layers.Stack(below, remat)
-                if re.search(only, case):
-                    yield from all_of(case, _layers(stack, place))
-                if re.search(only, f'{case}, unrolled'):
-                    # A loop counts as one turn, so write all turns out.
-                    whole = dataclasses.replace(stack, unroll=layers.DEPTH)
-                    yield from all_of(f'{case}, unrolled', _layers(whole, place))
+        for case, programs in CASES.items():
+            if re.search(only, case):
+                yield from _case(chip, case, programs(place))
 
 
-def _layers(stack: layers.Stack, place: Any) -> dict[str, Any]:
+def _case(chip: str, case: str, programs: Mapping[str, Any]) -> Iterator[Row]:
+    texts = {way: optimized_hlo(program) for way, program in programs.items()}
+    hand = texts.get('by_hand')
+    for way, program in programs.items():
+        kind = '' if hand is None else 'stops' if texts[way] == hand else 'other'
+        yield dataclasses.replace(row_of(chip, case, way, [program]), program=kind)
+
+
+def _layers(stack: layers.Stack, place: Place) -> dict[str, Any]:
     params = stack.params()
     return {
         name: layers.compiled(loss, params, place)
         for name, loss in stack.programs().items()
     }
+
+
+CASES: dict[str, Callable[[Place], Mapping[str, Any]]] = {
+    'frozen': frozen.programs,
+    'few bits': functools.partial(few_bits.programs, WIDTH),
+}
+for _name, _stack in {
+    'layers': layers.Stack(below=False, remat=False),
+    'layers, under remat': layers.Stack(below=False, remat=True),
+    'layers, below': layers.Stack(below=True, remat=False),
+    'layers, below, under remat': layers.Stack(below=True, remat=True),
+}.items():
+    # A loop counts as one turn, so write all turns out, too.
+    _whole = dataclasses.replace(_stack, unroll=layers.DEPTH)
+    CASES[_name] = functools.partial(_layers, _stack)
+    CASES[f'{_name}, unrolled'] = functools.partial(_layers, _whole)

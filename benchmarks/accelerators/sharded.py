@@ -39,7 +39,10 @@ WAYS: dict[str, Callable[[Workload, Data], Trainer]] = {
     'optax mask': functools.partial(trainers.masks, **STEP),
     'optax mask, gradient in another jit': functools.partial(trainers.masks, clip=True),
 }
+Maker = Callable[[], Trainer]
 MODEL = Decoder(4, 256, 8)
+# With explicit shardings, a product does not gather its weight.
+WHOLE = functools.partial(jax.sharding.reshard, out_shardings=PartitionSpec())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,8 @@ class Placement:
             axes[-2 if 'out' in path else -1] = 'model'
         elif mesh.shape['model'] > 1 and path.endswith('embedding'):
             axes[0] = 'model'
-        if self.sharded:
+        # With explicit shardings, ``RMSNorm`` takes no part of its scale.
+        if self.sharded and not (self.explicit and path.endswith('scale')):
             free = [
                 axis
                 for axis, name in enumerate(axes)
@@ -126,6 +130,25 @@ def placed(mesh: Mesh, specs: Mapping[str, PartitionSpec], tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def constrained(make: Maker, place: Callable[[Any], Any]) -> Maker:
+    """Makes a step whose gradients are where their parameters are.
+
+    Without, XLA keeps gradients whole on each device if only a norm reads them.
+    """
+
+    def made() -> Trainer:
+        trainer = make()
+
+        def gradient(*args: Any) -> Any:
+            value, grads = trainer.gradient(*args)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, place(grads))
+            return value, jax.lax.with_sharding_constraint(grads, shardings)
+
+        return dataclasses.replace(trainer, gradient=gradient)
+
+    return made
+
+
 def data_of(module: linen.Module, batch: int, tokens: int) -> Data:
     """Shapes of parameters and tokens; no array is made."""
     text = jax.ShapeDtypeStruct((batch, tokens), np.int32)
@@ -154,8 +177,9 @@ def rows(
         for case, placement in PLACEMENTS.items():
             if not re.search(only, case):
                 continue
-            fields = {'boxes': placement.boxes, 'lookup': not placement.explicit}
-            module = model.clone(**fields)
+            module = model.clone(boxes=placement.boxes)
+            if placement.explicit:
+                module = module.clone(lookup=False, fetch=WHOLE)
             mesh = placement.mesh(devices)
             with jax.set_mesh(mesh):
                 data = data_of(module, 4 * len(devices), tokens)
@@ -167,4 +191,7 @@ def rows(
                     way: functools.partial(make, work, data)
                     for way, make in WAYS.items()
                 }
+                if not placement.explicit:
+                    sharded = constrained(makers['optax mask'], place)
+                    makers['optax mask, gradient constrained'] = sharded
                 yield from measured(topology, case, makers, data.inputs, place)

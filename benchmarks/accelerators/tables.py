@@ -1,7 +1,8 @@
 """Writes rows as a page: a line for each workload on one chip, or for each way."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -27,6 +28,8 @@ Flops and bytes are of one device, and of one turn of each loop. The estimate is
 of the TPU's compiler, for programs without loops. For a GPU that is not there XLA
 counts the flops of its optimized program. *stops* and *partition* are the programs by
 hand. The [README](../../README.md) says what the ways to freeze are."""
+
+Groups = list[tuple[Any, list[Row]]]
 
 
 def write(
@@ -105,23 +108,26 @@ def _chips(rows: Sequence[Row]) -> list[str]:
 
 def _cases(rows: Sequence[Row]) -> list[str]:
     lines = []
+    names = HEAD.split('|')
     for (topology, case), ways in _groups(rows, lambda row: (row.topology, row.case)):
         lines += [f'### {topology}: {case}', '']
-        found = [_cells(row) for row in ways if not row.note]
-        columns = [
-            n for n, name in enumerate(HEAD.split('|')) if any(row[n] for row in found)
-        ]
-        head = [HEAD.split('|')[n] for n in columns]
-        lines += _table(head, [[row[n] for n in columns] for row in found])
-        lines += ['', *(f'- {row.way}: {row.note}' for row in ways if row.note)]
+        if found := [_cells(row) for row in ways if not row.note]:
+            columns = [n for n in range(len(names)) if any(row[n] for row in found)]
+            body = [[row[n] for n in columns] for row in found]
+            lines += [*_table([names[n] for n in columns], body), '']
+        for why, noted in _groups([row for row in ways if row.note], _note):
+            lines.append(f'- {", ".join(row.way for row in noted)}: {why}')
         lines += [''] * bool(lines[-1])
     return lines
 
 
-def _groups(rows: Sequence[Row], key: object) -> Iterable[tuple[object, list[Row]]]:
+def _note(row: Row) -> str:
+    return row.note
+
+
+def _groups(rows: Sequence[Row], key: Callable[[Row], Any]) -> Groups:
     ordered = list(dict.fromkeys(map(key, rows)))
-    by_key = {k: [row for row in rows if key(row) == k] for k in ordered}
-    return by_key.items()
+    return [(k, [row for row in rows if key(row) == k]) for k in ordered]
 
 
 def _cells(row: Row) -> list[str]:

@@ -28,9 +28,11 @@ class Chosen(filters.Derived):
 
     Attributes:
         kind: an NNX filter of what may be selected.
+        names: what it names; ``'trained'``, unless it is made of what is frozen.
     """
 
     kind: Any = parameters
+    names: str = 'trained'
 
     @functools.cached_property
     def identity(self) -> Hashable:
@@ -39,8 +41,8 @@ class Chosen(filters.Derived):
 
     @property
     def side(self) -> str:
-        """What is trained."""
-        return 'trained'
+        """What it names."""
+        return self.names
 
     def __call__(self, path: Any, matched: Any = None) -> Any:
         """Whether a path is selected; as a filter of NNX, with what is there."""
@@ -107,7 +109,8 @@ def where(
             raise of_a_part(one.path, 'an NNX filter')
     selected = frozenset(('params', one.leaf.names) for one in found)
     known = frozenset(('params', leaf.names) for leaf in walk.leaves)
-    return Chosen(selected, known, 'nnx.where', kind)
+    side = filters.as_filter(where).side or 'trained'
+    return Chosen(selected, known, 'nnx.where', kind, side)
 
 
 def for_nnx(given: Any, call: str, model: Any = None) -> Any:

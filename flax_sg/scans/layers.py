@@ -257,7 +257,13 @@ class _Layer(NamedTuple):
             start: the number of the first layer.
             end: the number after that of the last one.
         """
-        pairs = list(zip(seen, whole, strict=True))
+        # Stopped before the loop. JAX holds the constants of a loop whose inputs it
+        # differentiates, such as an attention mask.
+        stopped = jax.lax.stop_gradient
+        pairs = [
+            (stopped(stack) if is_whole else stack, is_whole)
+            for stack, is_whole in zip(seen, whole, strict=True)
+        ]
 
         def step(carry: Any, xs: Any) -> tuple[Any, Any]:
             number, rest = xs[0], iter(xs[1])
@@ -297,8 +303,7 @@ def _masked(leaf: Any, mask: NDArray[np.bool_]) -> Any:
 
 
 def _slice(stack: Any, number: Any) -> Any:
-    stopped = jax.lax.stop_gradient(stack)
-    return jax.lax.dynamic_index_in_dim(stopped, number, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -208,7 +208,7 @@ class _Run:
 
     def steps_to(self, variables: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         """The equations that make some values, in order, and what these begin with."""
-        following, needed, first = [*variables], set[int](), dict[Any, None]()
+        following, needed, first = [*variables][::-1], set[int](), dict[Any, None]()
         while following:
             variable = following.pop()
             equation = self.waiting.get(variable)
@@ -216,7 +216,7 @@ class _Run:
                 first[variable] = None
             elif id(equation) not in needed:
                 needed.add(id(equation))
-                following += _variables_in(equation.invars)
+                following += reversed(_variables_in(equation.invars))
         steps = {id(one): one for one in self.waiting.values() if id(one) in needed}
         return list(steps.values()), list(first)
 

@@ -6,6 +6,7 @@ runs these tests. Elsewhere they are skipped.
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -83,6 +84,26 @@ def test_programs_are_those_by_hand(platform, count):
     row = rows.row_of('', '', '', [hand])
     assert row.flops and row.peak and not row.host
     assert bool(row.collectives) == (count > 1)
+
+
+@pytest.mark.parametrize('platform', ['tpu'], indirect=True)
+def test_the_lines_of_the_page(platform):
+    page = Path(__file__).parents[2] / 'docs' / 'reference' / 'testing.md'
+    [lines] = re.findall(r'on 16 chips is.*?```text\n(.*?)```', page.read_text(), re.S)
+    first, *others = lines.splitlines()
+    compilers.devices(platform, 'v5e:4x4')  # It says where there is no TPU.
+    data = data_of(NET, 16, 16)
+    steps = {'step': gradient('block'), 'step_by_hand': gradient('by hand')}
+    names = {'jax': jax, 'testing': testing, **steps}
+    exec(first, names)
+    mesh = Mesh(np.array(names['devices']), ('data',))
+    whole, split = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((), ('data',)))
+    names['args'] = data.params, data.inputs[0]
+    names['shardings'] = jax.tree.map(lambda _: whole, data.params), split
+    exec('\n'.join(others), names)
+    names['step'] = gradient('none')
+    with pytest.raises(errors.ExpectationError, match='different programs'):
+        exec('\n'.join(others), names)
 
 
 def test_a_kernel_of_pallas_under_a_block(platform):

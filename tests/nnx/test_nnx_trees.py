@@ -59,7 +59,7 @@ def test_gradients_and_an_optimizer_for_what_is_trained(jit):
     names = nnx.Any(nnx.PathContains('head'), nnx.PathContains('norm'))
     by_hand = trained(loss_of, tx, nnx.All(nnx.Param, names))
     oracle.assert_same(trained(frozen_body, tx, live), by_hand)
-    for where in 'body/**', ~live:
+    for where in 'body/**', ~live, nnx.where(Net(), ~live):
         frozen = trained(loss_of, sg.freeze(tx, where), nnx.Param)
         oracle.assert_same(frozen, by_hand)
     stopped = lambda model: loss_of(nnx.stop_gradient(model, ~live))  # noqa: E731
@@ -198,8 +198,8 @@ CHOICES: dict[str, Any] = {
     'a regular expression': lambda model: re.compile('(head|norm)/.*'),
     'a mask': lambda model: sg.mask(nnx.state(model, nnx.Param), trained=OTHERS),
     'where': lambda model: nnx.where(model, ['head/**', 'norm/**']),
-    'where, in an expression': lambda model: ~(
-        ~nnx.where(model, '[hn]*/*') | sg.filters.as_filter('body/**')
+    'where, in an expression': lambda model: (
+        ~(~nnx.where(model, '[hn]*/*') | sg.filters.as_filter('body/**'))
     ),
     'live, in one of NNX': lambda model: nnx.All(nnx.Param, live_of(model)),
     'of NNX': lambda model: nnx.All(nnx.Param, nnx.Not(nnx.PathContains('body'))),
