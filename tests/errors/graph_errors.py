@@ -183,8 +183,8 @@ CASES: dict[str, Any] = {
     ),
     'what is trained, to a view that stops': (
         lambda: nnx.stop_gradient(model, nnx.where(model, 'kernel')),
-        'FilterTypeError: nn.stop_gradient(where) names what is frozen | '
-        'nn.stop_gradient(~live)',
+        'FilterTypeError: nnx.stop_gradient(model, where) names what is frozen | '
+        'nnx.stop_gradient(model, ~live)',
     ),
     'a copy of a module': (
         lambda: sg.stop_gradient(model, 'kernel'),
