@@ -64,7 +64,8 @@ def traced(
     # What a module writes comes back beside its output.
     writes = is_module and kwargs.get('mutable', False) is not False
     if not callable(fun) and not is_module:
-        raise wrong_argument(fun, 'function', 'sg.live(loss, params), uncalled')
+        write = 'the function itself, then its arguments: sg.live(loss, params)'
+        raise wrong_argument(fun, 'function', write)
     name = type(fun).__name__ if is_module else predicates.describe(run)
     for number in [argnums] if isinstance(argnums, int) else argnums:
         if not -len(args) <= number < len(args):
