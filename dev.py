@@ -228,7 +228,7 @@ def ensure_env(env, *requirements):
     is_whole = python.exists() and stamp.is_file()
     if is_whole and stamp.read_text() == wanted:
         return python
-    print(f'Installing into {env.name}: a minute or two, once.', file=sys.stderr)
+    print(f'Installing into {env.name}: some minutes, once.', file=sys.stderr)
     if not is_whole:
         make_env(env, python)
     if run(python, *PIP, *requirements):

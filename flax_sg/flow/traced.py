@@ -138,7 +138,8 @@ class _Function:
     ) -> None:
         is_module = isinstance(fun, linen.Module)
         if not callable(fun) and not is_module:
-            raise wrong_argument(fun, 'function', 'sg.live(loss, params), uncalled')
+            write = 'the function itself, then its arguments: sg.live(loss, params)'
+            raise wrong_argument(fun, 'function', write)
         self.run: Any = fun.apply if isinstance(fun, linen.Module) else fun
         self.name = type(fun).__name__ if is_module else predicates.describe(fun)
         self._has_aux = has_aux

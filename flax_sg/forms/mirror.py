@@ -130,7 +130,8 @@ def mirror(
             ``'hold'`` by default: only the module itself updates them. Each call reads
             the values given as ``variables`` as they were given, even if an earlier
             call wrote them, and updates nothing, whatever ``where`` selects.
-        collections: the collections that ``where`` looks at.
+        collections: the collections that ``where`` looks at, ``'params'`` by default.
+            Running averages among ``variables`` are stopped with ``True``.
         unused: as in ``nn.Frozen``.
 
     Returns:

@@ -130,7 +130,7 @@ def _for_init(x: Any) -> str:
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return 'a random key'
     is_tree = isinstance(x, Mapping) and any(isinstance(y, Mapping) for y in x.values())
-    return 'a tree of variables' if is_tree else ''
+    return 'a dict of dicts' if is_tree else ''
 
 
 # How many values are trained, and how many are not: stopped, not used, or integers.

@@ -189,6 +189,9 @@ def tree_before(where: str, tree: Any) -> Leaves:
     """
     if isinstance(tree, (str, re.Pattern, filters.Filter)):
         expected = 'tree: the tree comes first, then the filter'
+        if isinstance(tree, Path):  # As optax calls the function of a mask.
+            expected = 'tree: a function in place of a filter gets each path'
+            where = 'the filter itself, or a tree of bools'
         raise wrong_argument(tree, expected, where)
     return leaves_of(tree)
 

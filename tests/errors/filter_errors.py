@@ -179,6 +179,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         "FilterTypeError: 'head/w'",
         'sg.freeze(tx, ~live)',
     ),
+    'a function of the tree, as optax has masks': (
+        lambda: split(lambda tree: sg.mask(tree, frozen='head/*')),
+        "ArgumentTypeError: 'body/w' (Path) | a function in place of a filter",
+        lambda: split(sg.mask(PARAMS, frozen='head/*')),
+    ),
     'the complement of what is declared': (
         lambda: ~sg.DECLARED,
         'FilterTypeError: sg.freeze(tx, sg.DECLARED)',
