@@ -14,6 +14,7 @@ from benchmarks.accelerators import (
     compilers,
     kernels,
     memories,
+    picture,
     results,
     scale,
     scans,
@@ -116,6 +117,8 @@ def main() -> None:
             run(named, results.folder(compiler, options.out))
             folder = results.folder(compiler, options.out)
             tables.write(folder, compiler, wanted(options.platform))
+            if rows := results.read(folder / 'scale.json'):
+                picture.save(folder / 'scale.svg', rows)
     except compilers.NoCompilerError as error:
         sys.exit(str(error))
 

@@ -3,10 +3,6 @@
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import jax
-from jax.sharding import SingleDeviceSharding
 
 from benchmarks import spellings, trainers
 from benchmarks.accelerators import compilers
@@ -19,14 +15,6 @@ from benchmarks.workloads import Workload
 WAYS = {name: rival.make for name, rival in RIVALS.items()} | {
     'flax_sg Frozen': functools.partial(trainers.stops, spelling=spellings.frozen)
 }
-
-
-def on(device: Any, tree: Any) -> Any:
-    """Makes shapes of arrays, on a device."""
-    sharding = SingleDeviceSharding(device)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-    )
 
 
 def rows(
@@ -50,5 +38,5 @@ def rows(
         }
         for chip, topology in chips.items():
             device = compilers.devices(platform, topology)[0]
-            place = functools.partial(on, device)
+            place = functools.partial(compilers.on, device)
             yield from measured(chip, work.name, makers, data.inputs, place)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 
 # The package that holds the compiler, and the smallest topology with each chip, by
 # platform. A CUDA topology is slices x hosts x devices.
@@ -98,3 +99,11 @@ def devices(platform: str, topology: str) -> Sequence[Any]:
         raise NoCompilerError(
             f'{name} with jax {jax.__version__} makes no topology {topology!r}: {why}'
         ) from None
+
+
+def on(device: Any, tree: Any) -> Any:
+    """Makes shapes of arrays, on a device."""
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from benchmarks.accelerators import compilers
-from benchmarks.accelerators.chips import on
 from benchmarks.accelerators.models import ADAPTED, BACKBONE, RANK, Decoder
 from benchmarks.accelerators.rows import Row, measured
 from benchmarks.accelerators.sharded import WAYS, data_of
@@ -59,5 +58,5 @@ def rows(
         }
         for chip, topology in chips.items():
             device = compilers.devices(platform, topology)[0]
-            place = functools.partial(on, device)
+            place = functools.partial(compilers.on, device)
             yield from measured(chip, case, makers, data.inputs, place)

@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks import few_bits, frozen, layers
 from benchmarks.accelerators import compilers
-from benchmarks.accelerators.chips import on
 from benchmarks.accelerators.rows import Row, row_of
 from flax_sg.testing import optimized_hlo
 
@@ -25,7 +24,9 @@ def rows(platform: str, chips: Mapping[str, str], only: str) -> Iterator[Row]:
         only: a regular expression for names, such as ``'layers, remat'``.
     """
     for chip, topology in chips.items():
-        place = functools.partial(on, compilers.devices(platform, topology)[0])
+        place = functools.partial(
+            compilers.on, compilers.devices(platform, topology)[0]
+        )
         for case, programs in CASES.items():
             if re.search(only, case):
                 yield from _case(chip, case, programs(place))

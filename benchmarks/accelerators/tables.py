@@ -47,6 +47,8 @@ def write(
         rows = results.read(folder / f'{study}.json')
         if rows:
             lines += [f'## {title}', '']
+            if study == 'scale':
+                lines += ['![Memory of a training step on each chip](scale.svg)', '']
             lines += _chips(rows) if study in ('programs', 'chips') else _cases(rows)
     lines += _not_run(folder, wanted)
     (folder / 'README.md').write_text('\n'.join(lines).rstrip() + '\n')

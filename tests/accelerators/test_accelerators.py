@@ -18,10 +18,20 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_sg as sg
-from benchmarks.accelerators import compilers, kernels, results, rows, tables
+from benchmarks import trainers
+from benchmarks.accelerators import (
+    compilers,
+    kernels,
+    results,
+    rows,
+    sharded,
+    tables,
+)
 from benchmarks.accelerators.models import BACKBONE, Decoder
 from benchmarks.accelerators.rows import Row
 from benchmarks.accelerators.sharded import data_of
+from benchmarks.compiled import Compiler, Step
+from benchmarks.workloads import Workload
 from flax_sg import errors, testing
 from flax_sg import linen as nn
 
@@ -136,6 +146,26 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
         compilers.devices('tpu', 'v5e:2x2')
     wanted = 'libtpu is not installed: python3 dev.py accelerators tpu'
     assert str(info.value) == wanted
+
+
+@pytest.mark.parametrize('one_jit', [True, False])
+def test_what_a_step_returns_is_where_it_was(one_jit):
+    # Else XLA may keep the gradients of sharded parameters whole on each device.
+    placement = sharded.Placement(sharded=True)
+    mesh = placement.mesh(jax.devices()[:2])
+    data = data_of(NET, 2, 16)
+    specs = placement.specs(mesh, data.params)
+    place = functools.partial(sharded.placed, mesh, specs)
+    work = Workload('', NET, [], BACKBONE)
+    trainer = trainers.masks(work, data, one_jit=one_jit, clip=True)
+    step = Step(trainer, data.inputs, [0], Compiler(), place)
+    kept = place((data.params, step.optimizer))
+    (_, *first), *second = (p.run.output_shardings for p in step.programs)
+    pairs = [(first, kept)] if one_jit else [(first, kept[:1]), (second[0], kept)]
+    for after, before in pairs:
+        leaves = jax.tree.leaves(before), jax.tree.leaves(after)
+        for leaf, sharding in zip(*leaves, strict=True):
+            assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
 
 def test_collectives_are_counted_by_kind_and_bytes():
