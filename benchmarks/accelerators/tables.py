@@ -23,11 +23,14 @@ HAND, MASK = 'stops by hand, one jit', 'optax mask, one jit, clip'
 HEAD = 'way to freeze|program|MFLOP|MB accessed|MB arguments|MB temporary|MB peak'
 HEAD += '|MB in the host|collectives (MB)|seconds to trace'
 NOTES = """\
-No device was there: the programs are those of its compiler, and no time was measured.
+No device was there: the programs are those of its compiler, and no step was timed.
 Flops and bytes are of one device, and of one turn of each loop. The estimate is that
 of the TPU's compiler, for programs without loops. For a GPU that is not there XLA
 counts the flops of its optimized program. *stops* and *partition* are the programs by
 hand. The [README](../../README.md) says what the ways to freeze are."""
+NOT_RUN = (
+    'For want of time: one program at scale takes minutes to compile on two cores.'
+)
 
 Groups = list[tuple[Any, list[Row]]]
 
@@ -67,7 +70,7 @@ def _not_run(
                 missing.setdefault(topology, []).append(case)
         for topology, cases in missing.items():
             lines.append(f'- {study}, {topology}: {"; ".join(cases)}')
-    return ['## Not run', '', *lines] if lines else []
+    return ['## Not run', '', NOT_RUN, '', *lines] if lines else []
 
 
 def line(row: Row) -> str:
