@@ -259,7 +259,7 @@ def _parameter(
     if len(found) != 1:
         return None
     # Variables may share one array: then the one that was read is unknown.
-    leaves = jax.tree_util.tree_leaves(stored)
+    leaves = jax.tree_util.tree_leaves(core_scopes.stored(scope.root))
     return found[0] if sum(leaf is found[0][1] for leaf in leaves) == 1 else None
 
 

@@ -19,10 +19,18 @@ import numpy as np
 import pytest
 from flax import linen
 
-import oracle
-from described.language import EVERYTHING, Block, Program, Where, without_blocks
-from described.modules import Affine, Kid, param
-from described.uses import (
+from flax_sg import errors
+from flax_sg import linen as nn
+from tests.helpers import oracle
+from tests.helpers.described.language import (
+    EVERYTHING,
+    Block,
+    Program,
+    Where,
+    without_blocks,
+)
+from tests.helpers.described.modules import Affine, Kid, param
+from tests.helpers.described.uses import (
     PROGRAMS,
     RNGS,
     USE,
@@ -36,8 +44,6 @@ from described.uses import (
     staged,
     variables_of,
 )
-from flax_sg import errors
-from flax_sg import linen as nn
 
 
 def noise(module: linen.Module) -> jax.Array:
@@ -395,6 +401,30 @@ def test_an_average_that_is_the_same_array_as_the_stopped_parameter():
     zero = jnp.zeros(3)
     seeds = jnp.array([1.0, 2.0, 3.0])  # Of each output.
     oracle.assert_same(oracle.grads(fn, X), [(zero,), (zero,), (seeds,), (zero,)])
+
+
+def test_a_value_of_the_parent_that_is_the_same_array_as_the_stopped_parameter():
+    class Both(nn.Module):
+        def setup(self):
+            self.w = param(self, 'w')
+            self.tied = self.parent.get_variable('params', 'v')
+
+        def __call__(self):
+            return self.w, self.tied
+
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self):
+            kid = Both(name='kid')
+            kid()  # Its setup runs before the block.
+            with nn.stop_gradient('kid/w'):
+                return kid()
+
+    def fn(w):
+        return Parent().apply({'params': {'kid': {'w': w}, 'v': w}})
+
+    stopped, tied = jax.jvp(fn, (X,), (X,))[1]
+    oracle.assert_same([stopped, tied], [jnp.zeros(3), X])
 
 
 def test_a_value_that_setup_stops_stays_stopped_when_it_is_substituted():

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +13,9 @@ import pytest
 from jax import lax
 
 import flax_sg as sg
-import oracle
+from tests.helpers import oracle
+from tests.helpers.profile import LONG
 
-LONG = hypothesis.settings.get_current_profile_name() == 'long'
 NAMES = 'abcd'
 ROWS = np.array([[True], [False], [True], [False]])
 SHAPE = (4, 3)

@@ -16,14 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import backward
-import extents
 import flax_sg as sg
-import oracle
-import stepwise
 from flax_sg import errors, testing
 from flax_sg import linen as nn
 from flax_sg.forms import cotangent_blocks
+from tests.helpers import backward, extents, oracle, stepwise
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -404,6 +401,7 @@ def test_equal_rules_do_not_trace_again_and_others_do():
         def clip(self, path, ct):
             return jnp.minimum(ct, self.bound)
 
+    assert nn.scale_gradient('w', 0.1) != nn.scale_gradient('w', 0.1 + 1e-15)
     one, two = Bounds(1.0), Bounds(2.0)
     makers: list[Callable[[], Any]] = [
         lambda: nn.map_cotangent('w', twice),

@@ -9,11 +9,11 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-import oracle
 from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.rendering.text import amount
+from tests.helpers import oracle
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
