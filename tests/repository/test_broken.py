@@ -33,7 +33,7 @@ def test_the_table_has_a_test_for_each_fault():
     for test, _ in rows.values():
         file, _, name = test.partition('::')
         text = (broken.ROOT / file).read_text()
-        if file.startswith('tests/'):
+        if name and file.startswith('tests/'):  # Else the import fails.
             assert f'\ndef {name.partition("[")[0]}(' in text, test
 
 
@@ -66,4 +66,4 @@ def test_the_quick_run_is_read_off_the_table():
     text = (broken.ROOT / 'dev.py').read_text()
     [pattern] = re.findall(r"findall\(r'(.+)', TABLE", text)
     found = re.findall(pattern, broken.README.read_text(), re.MULTILINE)
-    assert found == [test for test, _ in broken.table().values()]
+    assert found == [test for test, _ in broken.table().values() if '::' in test]

@@ -388,6 +388,15 @@ def counted(loss: Callable[..., Any]) -> tuple[Any, list[None]]:
     return jax.jit(jax.grad(wrapper)), traces
 
 
+@pytest.mark.parametrize('by', ['norm', 'global_norm'])
+def test_a_norm_that_is_a_little_larger_than_its_bound_is_clipped(by):
+    def loss(w):
+        with nn.clip_gradient('w', **{by: 0.5}):
+            return jnp.sum(0.6 * Scale().apply({'params': {'w': w}}))
+
+    assert jax.grad(loss)(jnp.ones(1)) == pytest.approx(0.5)
+
+
 def test_equal_rules_do_not_trace_again_and_others_do():
     grad, traces = counted(lambda w: 3.0 * Scale().apply({'params': {'w': w}}))
     array = jnp.array([2.0])

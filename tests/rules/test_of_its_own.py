@@ -152,3 +152,12 @@ def test_on_a_tree():
         parameters('plain'),
     )
     oracle.assert_same(found, by_hand('plain', 'part', 'stop'))
+
+
+def test_a_tree_keeps_what_fp8_layers_overwrite():
+    tree = {'params': {'w': 1.0}, '_overwrite_with_gradient': {'scale': 2.0}}
+    stopped = jax.grad(lambda t: sum(jax.tree.leaves(sg.stop_gradient(t, True))))
+    assert stopped(tree) == {
+        'params': {'w': 0.0},
+        '_overwrite_with_gradient': {'scale': 1.0},
+    }

@@ -243,6 +243,20 @@ class Lifted(linen.Module):
         return linen.WeightNorm(linen.Dense(2, name='dense'), name='norm')(x)
 
 
+def test_a_second_table_has_the_classes_of_the_first():
+    """JAX keeps the trace of a compiled module, in which nobody is called."""
+    jitted = linen.jit(linen.Dense)
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return jitted(4)(x)
+
+    tables = [str(sg.tabulate(Model(), X)) for _ in range(2)]
+    assert tables[0] == tables[1]
+    assert 'Dense ' in tables[0]
+
+
 @pytest.mark.parametrize('wrap', [lambda cls: cls, linen.jit])
 def test_classes_are_those_that_were_written(wrap):
     model = wrap(Lifted)()
