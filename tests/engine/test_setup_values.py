@@ -211,19 +211,14 @@ ROUTES: dict[str, Callable[[Program], nn.Module]] = {
 }
 
 # What a second run of ``setup`` does not do as the first one did. A block may not be
-# able to see these, but then it says so.
-
-
-DOUBTFUL: dict[str, Callable[[Program], nn.Module]] = {
-    'jit': keeps(lambda m: jax.jit(times(m.w)), call),
-}
+# able to see it, but then it says so.
+DOUBTFUL = keeps(lambda m: jax.jit(times(m.w)), call)
 
 routes = pytest.mark.parametrize('make', ROUTES.values(), ids=list(ROUTES))
 # How a value is held matters where it is found and put back, the same at all times.
 FEW = ['derived', 'closure over self']
 FEW += [name for name in ROUTES if name not in (*FEW, *VALUES)]
 situations = pytest.mark.parametrize('make', [ROUTES[name] for name in FEW], ids=FEW)
-doubtful = pytest.mark.parametrize('make', DOUBTFUL.values(), ids=list(DOUBTFUL))
 
 
 class Outer(Route):
@@ -261,11 +256,9 @@ def test_set_up_in_a_block(make):
     check(outer(make), PROGRAMS['nested, first in it'], ['params'])
 
 
-@pytest.mark.every_case
-@doubtful
-def test_right_or_an_error(make):
-    trials = [functools.partial(check, make, PROGRAMS['around'], False)]
-    for where in (make, outer(make)):
+def test_right_or_an_error():
+    trials = [functools.partial(check, DOUBTFUL, PROGRAMS['around'], False)]
+    for where in (DOUBTFUL, outer(DOUBTFUL)):
         trials.append(functools.partial(initialization_is_that_without_blocks, where))
         for name in ('around', 'first in it'):
             trials.append(functools.partial(check, where, PROGRAMS[name], True))
@@ -274,14 +267,12 @@ def test_right_or_an_error(make):
             trial()
 
 
-@pytest.mark.every_case
-@doubtful
-def test_a_block_that_takes_nothing_of_it_changes_nothing(make):
+def test_a_block_that_takes_nothing_of_it_changes_nothing():
     """Whatever it keeps: no error, and no trace of having been looked at."""
 
     class Beside(Route):
         def parts(self):
-            made = make((USE,)).clone(parent=self, name='made')
+            made = DOUBTFUL((USE,)).clone(parent=self, name='made')
             self.param('beside', linen.initializers.ones, (3,))
             return lambda x: made(x)[0] * self.get_variable('params', 'beside')
 
@@ -605,26 +596,16 @@ class Lazy:
         return 2.0 * self.module.w
 
 
-RAISING: list[tuple[type[Route], str]] = [
-    (
-        keeps(Lazy, lambda kept, x: x * kept.doubled),
-        'it holds a module as well as an array',
-    ),
-]
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(('cls', 'reason'), RAISING)
-def test_what_cannot_be_computed_again_raises(cls, reason):
-    params = {'w': X, 'b': X}
+def test_what_cannot_be_computed_again_raises():
+    cls = keeps(Lazy, lambda kept, x: x * kept.doubled)
 
     def fn(params):
-        variables = {'params': params, 'state': {'count': X}}
-        module = cls(PROGRAMS['around'])
-        return module.apply(variables, X, rngs=RNGS, mutable=['state'])
+        return cls(PROGRAMS['around']).apply({'params': params}, X, rngs=RNGS)
 
-    with pytest.raises(errors.BlockError, match=reason):
-        jax.vjp(fn, params)
+    with pytest.raises(
+        errors.BlockError, match='it holds a module as well as an array'
+    ):
+        jax.vjp(fn, {'w': X, 'b': X})
 
 
 class _Foreign(linen.Module):
