@@ -205,8 +205,8 @@ class Runs:
     def first_failure(self, fault: Any, hint: str, named: bool) -> dict[str, Any]:
         """Returns the first test that fails, and after how many seconds."""
         own, others = self._files(fault)
-        exist = [h for h in hint.split() if (self.copy / h.partition('::')[0]).exists()]
-        stages = [exist] if exist else []
+        exists = hint and (self.copy / hint.partition('::')[0]).exists()
+        stages = [[hint]] if exists else []
         for stage in stages if named else (*stages, own, others):
             failed, seconds = self._run(stage)
             while failed and not self._passes_without(failed, fault):

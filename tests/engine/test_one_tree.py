@@ -193,12 +193,12 @@ def by_hand(way: str, block: str, run: str, is_own: bool) -> Any:
 
 @pytest.mark.parametrize('way', WAYS)
 def test_an_apply_inside_sees_what_it_is_given(way):
-    """Each way meets each filter; forms and runs take turns."""
-    variables = VARIABLES[way]
-    for number, (name, (make, _)) in enumerate(BLOCKS.items()):
-        turn = number + [*WAYS].index(way)
-        form, run = [*FORMS][turn % len(FORMS)], [*RUNS][(turn + turn // 6) % len(RUNS)]
-        fn = FORMS[form](Model(way, given=MADE), make)
+    """Filters, forms and runs take turns: three of each for a way."""
+    variables, row = VARIABLES[way], [*WAYS].index(way)
+    for turn in range(row, row + 3):
+        name, form = ([*of][turn % len(of)] for of in (BLOCKS, FORMS))
+        run = [*RUNS][(turn + turn // len(RUNS)) % len(RUNS)]
+        fn = FORMS[form](Model(way, given=MADE), BLOCKS[name][0])
         assert fn(variables, X) == value(way), (name, form)
         expected = by_hand(way, name, run, form == 'own block')
         oracle.assert_same(RUNS[run](fn)(variables, X), expected)

@@ -90,9 +90,10 @@ def told(lift: str, off: tuple[bool, ...]) -> Any:
 @pytest.mark.parametrize(
     ('name', 'lift', 'wrap'),
     [
-        (name, lift, (nn.Frozen, nn.mirror)[(row + column) % 2])
+        (name, lift, (nn.Frozen, nn.mirror)[row % 2])
         for row, name in enumerate(WHERE)
         for column, lift in enumerate(LIFTS)
+        if (row + column) % 2 == 0
     ],
 )
 def test_dropout_is_off_where_the_filter_says(name, lift, wrap):
