@@ -12,6 +12,7 @@ CONTRIBUTING.md says which command is for what.
 """
 
 import hashlib
+import html.parser
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parent
 PYPROJECT = ROOT / 'pyproject.toml'
+TABLE = ROOT / 'tests' / 'README.md'
 PIP = ['-m', 'pip', '--quiet', '--disable-pip-version-check', 'install']
 
 
@@ -41,9 +43,9 @@ def demo(*args):
 def test(*args):
     """Run the tests: as CI does, [--quick], [--long], or some: [FILES -k name]."""
     python = development_env()
-    if args == ('--quick',):
-        slow = [f'--ignore=tests/{name}' for name in ('demo', 'models', 'repository')]
-        return pytest(python, (), 'tests', '--quick', *slow)
+    if args == ('--quick',):  # Those that catch the faults of the table.
+        rows = re.findall(r'^\| `.+?` \| `(.+?::.+?)` \|', TABLE.read_text(), re.M)
+        return pytest(python, (), '-q', *dict.fromkeys(rows))
     if args == ('--long',):
         return pytest(python, (), '--hypothesis-profile=long')
     if args:
@@ -51,9 +53,14 @@ def test(*args):
     # As CI does: pyproject.toml says how much of flax_sg the tests have to run.
     coverage = ['-m', 'coverage']
     run(python, *coverage, 'erase')
-    status = pytest(python, (), '-m', 'not long', '--measure')
+    status = pytest(python, (), '-m', 'not long', '-p', 'tests.measure')
     run(python, *coverage, 'combine', '--quiet')
     return status or run(python, *coverage, 'report')
+
+
+def faults(*args):
+    """Put faults in and see which test catches each: [--only REGEX] [--table]."""
+    return run(development_env(), '-m', 'tests.broken', *args)
 
 
 def lint(*args):
@@ -68,7 +75,7 @@ def lint(*args):
 
 def notebooks(*args):
     """Run the notebooks and keep what they show, or [--check] them: [01 02 ...]."""
-    return run(development_env(), ROOT / 'tests/run_notebooks.py', *args)
+    return run(development_env(), '-m', 'tests.run_notebooks', *args)
 
 
 def docs(*args):
@@ -152,24 +159,25 @@ def ci(*args):
 
 
 def versions(*args):
-    """Run the tests on the oldest and the newest dependencies, or on the [--latest]."""
-    options = [arg for arg in args if arg != '--latest']
+    """Run the tests on both ends of the versions: [--oldest|--newest|--latest]."""
     project = tomllib.loads(PYPROJECT.read_text())
-    # The lower bounds are the oldest.
     ends = {
-        'oldest': [b.replace('>=', '==') for b in project['project']['dependencies']],
-        'newest': newest(),
+        # The lower bounds are the oldest.
+        '--oldest': [b.replace('>=', '==') for b in project['project']['dependencies']],
+        '--newest': newest(),
+        # Whatever there is now, which may be newer than is stated.
+        '--latest': ['--upgrade'],
     }
-    if '--latest' in args:  # Whatever there is now, which may be newer than is stated.
-        ends = {'latest': ['--upgrade']}
+    options = [arg for arg in args if arg not in ends]
     results = {}
-    for end, pins in ends.items():
-        name = 'python{}.{}-{}'.format(*sys.version_info[:2], end)
-        print(f'\n== {name} {" ".join(pins)}', flush=True)
+    for end in [arg for arg in args if arg in ends] or ['--oldest', '--newest']:
+        name = 'python{}.{}{}'.format(*sys.version_info[:2], end.removeprefix('-'))
+        print(f'\n== {name} {" ".join(ends[end])}', flush=True)
         env = ROOT / '.venv-versions' / name
-        if '--latest' in args:  # What is latest changes: never take it as it is.
+        if end == '--latest':  # What is latest changes: never take it as it is.
             shutil.rmtree(env, ignore_errors=True)
-        results[name] = pytest(ensure_env(env, '-e', '.[test]', *pins), options)
+        python = ensure_env(env, '-e', '.[test]', *ends[end])
+        results[name] = pytest(python, options)
     return summary_of(results)
 
 
@@ -258,19 +266,40 @@ def download_pip(folder):
     page = index.rstrip('/') + '/pip/'
     try:
         with urllib.request.urlopen(page, timeout=60) as response:
-            listing = response.read().decode()
-        links = re.findall(r'href="([^"]+/pip-([\d.]+)-py3-none-any\.whl)', listing)
-        link = max(links, key=lambda found: [int(n) for n in found[1].split('.')])[0]
-        wheel = folder / link.rsplit('/', 1)[1]
+            link = newest_wheel(response.read().decode())
         with urllib.request.urlopen(urllib.parse.urljoin(page, link)) as response:
-            wheel.write_bytes(response.read())
+            content = response.read()
     except (OSError, ValueError) as error:
         # Without the address: it may hold a password.
         sys.exit(f'No ensurepip here, and no pip from the package index: {error}')
+    path, _, digest = link.partition('#sha256=')
+    if digest and hashlib.sha256(content).hexdigest() != digest:
+        sys.exit('The wheel of pip is not the one that the package index names.')
+    wheel = folder / path.rsplit('/', 1)[1]
+    wheel.write_bytes(content)
     return wheel
 
 
-COMMANDS = {f.__name__: f for f in (demo, test, lint, docs, notebooks, ci)}
+def newest_wheel(page):
+    """Returns the link of the newest release in a page of a package index (PEP 503)."""
+    links = []
+    parser = html.parser.HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: links.extend(
+        value for name, value in attrs if (tag, name) == ('a', 'href')
+    )
+    parser.feed(page)
+    found = {}
+    for link in links:  # The name of a wheel is its project, its version and more.
+        _, version, *_ = f'{link.partition("#")[0].rsplit("/", 1)[-1]}--'.split('-')
+        numbers = version.split('.')
+        if '.whl' in link and all(number.isdigit() for number in numbers):
+            found[tuple(map(int, numbers))] = link
+    if not found:
+        raise ValueError('it lists no wheel')
+    return found[max(found)]
+
+
+COMMANDS = {f.__name__: f for f in (demo, test, lint, docs, notebooks, faults, ci)}
 COMMANDS |= {f.__name__: f for f in (bench, accelerators, package, versions)}
 COMMANDS |= {f.__name__: f for f in (witness, clients)}
 

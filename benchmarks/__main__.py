@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.quick_compile import FLAGS
+from tests.helpers.quick_compile import FLAGS
 
 if '--smoke' in sys.argv:  # Small programs spend their time in compiling.
     os.environ.setdefault('XLA_FLAGS', FLAGS)

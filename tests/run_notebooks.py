@@ -24,7 +24,7 @@ import nbclient
 import nbformat
 from nbclient import exceptions
 
-import quick_compile
+from tests.helpers import quick_compile
 
 FOLDER = Path(__file__).resolve().parents[1] / 'notebooks'
 SIZE = 'FLAX_SG_NOTEBOOKS'  # notebooks read from it how much to compute

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors, testing
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 

@@ -91,14 +91,12 @@ def in_a_process(**pipes: Any) -> Any:
     return subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, **pipes)
 
 
-@pytest.mark.slow
 def test_as_a_process():
     done = in_a_process(stdout=subprocess.PIPE)
     assert done.returncode == 0, done.stderr
     assert f'flax_sg    {flax_sg.__version__}' in done.stdout
 
 
-@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_quietly():
     read, write = os.pipe()
     os.close(read)

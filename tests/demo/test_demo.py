@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-import oracle
 from flax_sg import demo
 from flax_sg.demo import data
+from tests.helpers import oracle
 
 SIZE = {'code_size': 3, 'hidden': 8, 'sampler_steps': 2}
 SMALL = demo.DigitModel(**SIZE)

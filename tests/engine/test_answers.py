@@ -27,10 +27,10 @@ import pytest
 from absl import flags
 
 import flax_sg as sg
-import oracle
-from described.caches import forget_contexts
 from flax_sg import errors, filters
 from flax_sg import linen as nn
+from tests.helpers import oracle
+from tests.helpers.described.caches import forget_contexts
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 TRACES: list[Any] = []
@@ -447,6 +447,21 @@ def test_a_predicate_that_answers_by_chance_is_never_stale():
             found = step(PARAMS)
         frozen = [path for path, answer in said.items() if answer]
         oracle.assert_same(found, by_hand(*frozen))
+
+
+def test_a_variable_of_the_same_path_in_another_collection():
+    class Both(fnn.Module):
+        def __call__(self):
+            return [self.get_variable(name, 'w') for name in ('params', 'ema')]
+
+    names = {'ema'}
+
+    def read(variables: Any) -> Any:
+        with nn.stop_gradient(lambda path: path.collection in names, collections=True):
+            return sum(Both().apply(variables))
+
+    grads = jax.grad(read)({'params': {'w': 1.0}, 'ema': {'w': 2.0}})
+    assert grads == {'params': {'w': 1.0}, 'ema': {'w': 0.0}}
 
 
 # Several models under one filter.

@@ -1,9 +1,17 @@
-"""What an open block covers: nesting, owners, other trees, and whose code it is."""
+"""What a block covers: every read while it is open, nesting, owners, and other code.
+
+Programs that read in some way are used before, in and after blocks, and compared with
+plain Flax on weights that were stopped by hand. The rules by number are the traps that
+naive versions of the mechanism fell into.
+"""
 
 import asyncio
+import collections
+import contextlib
 import functools
 import gc
 import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,13 +19,32 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen
+from flax.core import Scope, freeze, lift
 
-import oracle
-from flax_sg import errors
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks, opening
+from flax_sg.forms.block_decorator import BlockDecorator
+from flax_sg.rules import rules
+from tests.helpers import oracle, stepwise
+from tests.helpers.described.language import Program
+from tests.helpers.described.modules import Affine, Kid, param
+from tests.helpers.described.uses import (
+    PROGRAMS,
+    RNGS,
+    Route,
+    X,
+    both,
+    check,
+    eager,
+    initialization_is_that_without_blocks,
+    integers,
+    staged,
+)
+from tests.helpers.left_over import assert_nothing_is_left
 
-X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+ROWS = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 
 class Model(fnn.Module):
@@ -31,11 +58,11 @@ class Model(fnn.Module):
 
 
 MODEL = Model()
-PARAMS = MODEL.init(jax.random.key(0), X)['params']
+PARAMS = MODEL.init(jax.random.key(0), ROWS)['params']
 
 
 def apply(params: Any) -> Any:
-    return MODEL.apply({'params': params}, X)
+    return MODEL.apply({'params': params}, ROWS)
 
 
 def frozen(fn: Any = apply, params: Any = PARAMS) -> str:
@@ -50,20 +77,15 @@ def frozen(fn: Any = apply, params: Any = PARAMS) -> str:
     return names
 
 
-def assert_no_block_is_left() -> None:
-    """Neither a block of this thread nor what one may have kept."""
-    assert frozen() == ''
-    assert blocks.thread.blocks == ()
-
-
 @pytest.fixture(autouse=True)
-def _clean():
+def _clean() -> Iterator[None]:
     yield
-    left = blocks.thread.blocks
-    for block in reversed(left):  # One failure, not one in every test that follows.
-        opening.close_block(block)
-    assert left == ()
-    assert_no_block_is_left()
+    try:
+        assert_nothing_is_left()
+    finally:  # One failure, not one in every test that follows.
+        for block in blocks.thread.blocks[::-1]:
+            opening.close_block(block)
+        blocks.thread.set_blocks(())
 
 
 def test_the_union_of_nested_blocks_stops():
@@ -96,17 +118,19 @@ def test_modules_open_blocks_in_each_other():
                 x = Inner(name='two')(Inner(name='one')(x))
             return x * self.param('kernel', fnn.initializers.ones, (1, 3))
 
-    params = Outer().init(jax.random.key(0), X)['params']
+    params = Outer().init(jax.random.key(0), ROWS)['params']
     stopped = {'one/kernel', 'one/bias', 'two/kernel'}
 
     def by_hand(params):
         p = oracle.stopped(params, lambda path: path in stopped)
-        x = X
+        x = ROWS
         for name in ('one', 'two'):
             x = x @ p[name]['kernel'] + p[name]['bias']
         return x * p['kernel']
 
-    oracle.assert_same_grads(lambda p: Outer().apply({'params': p}, X), by_hand, params)
+    oracle.assert_same_grads(
+        lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
+    )
 
 
 # Whose paths a block speaks of.
@@ -130,16 +154,18 @@ def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
             x = fnn.Dense(3, use_bias=False, name='own')(x)
             return lift(Opener)(other, name='opener')(x)
 
-    params = Outer().init(jax.random.key(0), X)['params']
+    params = Outer().init(jax.random.key(0), ROWS)['params']
 
     def by_hand(params):
         kept = {'own': params['own']}
         params = {**jax.lax.stop_gradient(params), **kept}
-        x = X @ params['own']['kernel']
+        x = ROWS @ params['own']['kernel']
         x = fnn.Dense(3).apply({'params': params['other']}, x)
         return x @ params['opener']['own']['kernel']
 
-    oracle.assert_same_grads(lambda p: Outer().apply({'params': p}, X), by_hand, params)
+    oracle.assert_same_grads(
+        lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
+    )
 
 
 # Ways out of a block.
@@ -157,7 +183,7 @@ def test_an_exception_leaves_everything_as_it_was(error, depth):
     def deeper(n):
         if n == 0:
             assert frozen() == 'a'
-            bound(X)
+            bound(ROWS)
             raise raised
         with nn.stop_gradient('a/**'):
             deeper(n - 1)
@@ -165,9 +191,9 @@ def test_an_exception_leaves_everything_as_it_was(error, depth):
     with pytest.raises(error) as caught:
         deeper(depth)
     assert caught.value is raised
-    assert_no_block_is_left()
-    assert frozen(lambda p: MODEL.clone().apply({'params': p}, X)) == ''
-    oracle.assert_same(bound(X), apply(PARAMS))
+    assert_nothing_is_left()
+    assert frozen(lambda p: MODEL.clone().apply({'params': p}, ROWS)) == ''
+    oracle.assert_same(bound(ROWS), apply(PARAMS))
 
 
 # Generators: a block may be held open by code that is not running.
@@ -187,14 +213,14 @@ def test_a_block_is_open_while_its_generator_is_suspended():
         assert frozen() == 'ab'
     assert next(generator) == 'a'
     assert list(generator) == []
-    assert_no_block_is_left()
+    assert_nothing_is_left()
     closed, dropped = _directly(), _directly()
     next(closed)
     closed.close()
-    assert_no_block_is_left()
+    assert_nothing_is_left()
     next(dropped)
     del dropped
-    assert_no_block_is_left()
+    assert_nothing_is_left()
     while_aside = _directly()
     next(while_aside)
     with blocks.thread.only(()):  # As where a filter is asked.
@@ -280,7 +306,7 @@ def beside_a_block(other: Any) -> None:
 
 def test_a_read_by_another_task_while_a_block_is_open():
     def reads():
-        init = functools.partial(MODEL.init, jax.random.key(0), X)
+        init = functools.partial(MODEL.init, jax.random.key(0), ROWS)
         for read in (lambda: apply(PARAMS), frozen, init):
             with pytest.raises(errors.BlockError):
                 read()
@@ -334,7 +360,7 @@ def test_a_predicate_that_raises_for_what_is_only_looked_at_in_the_end():
         return False
 
     with pytest.raises(ValueError, match='on purpose'):
-        Half().apply({'params': PARAMS}, X)
+        Half().apply({'params': PARAMS}, ROWS)
 
 
 def test_a_predicate_that_reads_variables_itself():
@@ -348,7 +374,7 @@ def test_a_predicate_that_reads_variables_itself():
 
     with pytest.raises(errors.FilterTypeError), nn.stop_gradient(where):
         apply(PARAMS)
-    assert_no_block_is_left()
+    assert_nothing_is_left()
     with nn.stop_gradient(names):
         assert frozen() == 'a'
     with nn.stop_gradient(['c/**', names]):
@@ -393,3 +419,865 @@ def test_a_variable_that_there_is_not_in_a_block():
     with nn.stop_gradient('a/**'):
         assert bound.a.get_variable('params', 'bias', 3) == 3
         assert frozen() == 'a'
+
+
+# Opening and closing leave JAX's context and the thread as they were.
+
+DENSE = fnn.Dense(3)
+OF_DENSE = DENSE.init(jax.random.key(0), ROWS)['params']
+
+
+def dense(params: Any) -> Any:
+    return DENSE.apply({'params': params}, ROWS)
+
+
+def test_a_user_context_of_the_user_is_left_alone():
+    mine = jax.make_user_context('none')
+    seen: list[Any] = []
+
+    @jax.jit
+    def fn(x):
+        seen.append(mine.value)
+        return x
+
+    with mine('outer'):
+        with nn.stop_gradient('kernel', unused='ignore'):
+            fn(1.0)
+            with mine('inner'):
+                fn(1.0)
+            fn(1.0)
+        fn(1.0)
+    fn(1.0)
+    assert seen == ['outer', 'inner', 'outer', 'none']
+
+
+class Fails(rules.StopGradient):
+    """A rule that cannot be put into the keys of JAX's caches."""
+
+    def __init__(self, error):
+        object.__setattr__(self, 'error', error)
+
+    def key(self):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ('error', 'inside'), [(ValueError, True), (KeyboardInterrupt, False)]
+)
+def test_an_error_while_a_block_opens(error, inside):
+    raised = error('on purpose')
+    block = BlockDecorator(filters.as_filter('bias'), Fails(raised))
+    outer = nn.stop_gradient('kernel') if inside else contextlib.nullcontext()
+    with outer:
+        with pytest.raises(error) as caught, block:
+            pytest.fail('the body must not run')
+        assert caught.value is raised
+        grads = jax.grad(lambda p: jnp.sum(dense(p)))(OF_DENSE)
+        assert oracle.is_zero(grads['kernel']) == inside
+        assert not oracle.is_zero(grads['bias'])
+
+
+def test_a_long_block_frees_the_trees_it_has_seen():
+    refs = []
+    with nn.stop_gradient('kernel'):
+        for i in range(3):
+            params = jax.tree.map(lambda p, i=i: p + i, OF_DENSE)
+            refs.append(weakref.ref(params['kernel']))
+            jax.grad(lambda p: jnp.sum(dense(p)))(params)
+            del params
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 3
+        assert list(blocks.thread.blocks[0].roots) == []
+
+
+def test_modules_that_are_bound_one_after_the_other_in_a_block():
+    """Each is gone with its turn, and what nobody reads of it counts as met."""
+    refs = []
+    with nn.stop_gradient('bias'):
+        for i in range(3):
+            params = jax.tree.map(lambda p, i=i: p + i, OF_DENSE)
+            refs.append(weakref.ref(params['kernel']))
+            bound = DENSE.bind({'params': params})
+            assert bound.get_variable('params', 'kernel') is params['kernel']
+            del params, bound
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 3
+        # Or the block would say that it had no effect.
+        jax.grad(lambda p: jnp.sum(dense(p)))(OF_DENSE)
+
+
+def test_a_module_that_is_older_than_the_block_and_ends_in_it():
+    bound = [DENSE.bind({'params': OF_DENSE})]
+    with nn.stop_gradient(lambda path: path == 'bias', unused='ignore'):
+        kernel = bound.pop().get_variable('params', 'kernel')
+    assert kernel is OF_DENSE['kernel']
+    bound = [DENSE.bind({'params': OF_DENSE})]
+    with (
+        pytest.warns(errors.NothingStoppedWarning),  # The bias is there, and unread.
+        nn.stop_gradient('bias'),
+    ):
+        bound.pop().get_variable('params', 'kernel')
+
+
+@pytest.mark.usefixtures('leaks')
+def test_a_module_bound_in_a_compiled_function():
+    with nn.stop_gradient('bias'):
+        grads = jax.jit(jax.grad(lambda p: jnp.sum(DENSE.bind({'params': p})(ROWS))))(
+            OF_DENSE
+        )
+    assert oracle.is_zero(grads['bias'])
+    assert not oracle.is_zero(grads['kernel'])
+
+
+def test_a_module_keeps_the_depth_of_the_apply_that_bound_it():
+    """What another ``dense`` is given is no variable of the block's tree."""
+
+    class Binds(fnn.Module):
+        @fnn.compact
+        def __call__(self, bound):
+            if bound is None:
+                w = self.param('w', fnn.initializers.ones, (3,))
+                return DENSE.bind({'params': {**OF_DENSE, 'bias': w}})
+            return bound(ROWS)
+
+    def loss(w, where):
+        variables = {'params': {'w': w}}
+        bound = Binds().apply(variables, None)
+        with nn.stop_gradient(where, unused='ignore'):
+            return jnp.sum(Binds().apply(variables, bound))
+
+    w = jnp.ones(3)
+    assert not oracle.is_zero(jax.grad(loss)(w, True))
+
+
+# Every way to read a variable.
+
+
+class Calls(nn.Module):
+    """Calls the module that it is given, and reads an attribute of it."""
+
+    @nn.compact
+    def __call__(self, module, x):
+        return module(x) * module.w2 * param(self, 'b')
+
+
+class Holder(nn.Module):
+    held: Any
+
+    def __call__(self, x):
+        return self.held(x) * 2.0
+
+
+def before(parts: Callable[[Any], Callable[[Any], Any]]) -> type[Route]:
+    """What is made in a compact method before the program begins; returns the use."""
+    return type('Before', (Route,), {'parts': parts})
+
+
+def kept(make: Callable[[Any], Any], use: Callable[[Any, Any], Any]) -> type[Route]:
+    """What ``setup`` keeps, and its use."""
+
+    class Kept(Route):
+        def setup(self):
+            self.kid = make(self)
+
+        def use(self, x):
+            return use(self, x)
+
+    return Kept
+
+
+def made_at_first_use(module):
+    made = []
+
+    def use(x):
+        if not made:
+            made.append(nn.Dense(3, name='kid'))
+        return made[0](x)
+
+    return use
+
+
+def own_params(module):
+    made = []
+
+    def use(x):
+        made.append(None)
+        own = module.param(f'w{len(made)}', linen.initializers.normal(), (3,))
+        return x * own * own
+
+    return use
+
+
+def closure(module):
+    kid = Kid(name='kid')
+
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return kid(x) * param(self, 'w')
+
+    return Inner(name='inner')
+
+
+def shared_by_two(module):
+    shared = Kid(name='shared')
+    a, b = Holder(shared, name='a'), Holder(shared, name='b')
+    return lambda x: a(x) * b(x)
+
+
+def variables(module, x):
+    y = module.kid(x) * module.variables['params']['kid']['w']
+    tree = module.scope.variables()['params']
+    first = jax.tree.leaves(module.scope.root.variables()['params'])[0]
+    kid = module.scope.get_variable('params', 'kid')
+    return y * tree['kid']['w'] * first * kid['b'] + module.kid.variables['params']['b']
+
+
+def variable_of_a_child(module):
+    kid = Kid(name='kid')
+    kid(X)
+    v = nn.Variable(kid.scope, 'params', 'w', unbox=True)
+    return lambda x: x * v.value
+
+
+def argument(module):
+    kid, calls = Kid(name='kid'), Calls(name='calls')
+    return lambda x: calls(kid, x)
+
+
+def boxed_variables(module):
+    init = nn.with_partitioning(linen.initializers.normal(), ('in', 'out'))
+    kid = nn.Dense(3, kernel_init=init, name='kid')
+    return lambda x: kid(x) @ module.variables['params']['kid']['kernel'].value
+
+
+def dropped(module, x):
+    kid, drop = module.kid
+    noise = jax.random.bernoulli(module.make_rng('noise'), shape=(3,))
+    return drop(kid(x)) * noise.astype(x.dtype)
+
+
+def lifted_function(module, x):
+    """One that closes over the module, and one that does not."""
+    x = module.kid(x)
+    closed = nn.remat(lambda kid, x: module.kid.w2 * x)(module.kid, x)
+    return closed * nn.remat(lambda module, x: module.kid(x))(module, x)
+
+
+def another_apply(module, x):
+    module.kid(x)
+    return Kid(parent=None).apply(module.kid.variables, x)
+
+
+def core_function(module):
+    """A function of a scope, as modules of ``flax.core`` are."""
+
+    def dense(scope, x):
+        w = scope.param('w', linen.initializers.normal(), (3,))
+        return x * w + scope.variable('params', 'b', lambda: jnp.ones(3)).value
+
+    scope = module.scope.push('lifted')
+    child = module.scope.child(dense, 'child')
+    return lambda x: child(x) * lift.checkpoint(dense)(scope.rewound(), x)
+
+
+def raw_transforms(module, x):
+    """Modules are read in closures of plain JAX transforms first, and then outside."""
+    kid = module.kid
+    if module.is_initializing():
+        return kid(x)
+
+    def body(carry, x):
+        return carry + kid(x) * kid.variables['params']['w'], None
+
+    carry, _ = jax.lax.scan(body, x, jnp.stack([x, x * 2.0]))
+    jitted = jax.jit(lambda x: kid(x) * kid.get_variable('params', 'b'))
+    mapped = jax.vmap(lambda x: kid(x))(jnp.stack([x, x + 1.0]))
+    return carry * jitted(x) + jnp.sum(mapped, axis=0) + kid(x)
+
+
+class InFields(Route):
+    kids: Any = None
+
+    def use(self, x):
+        return self.kids['a'](x) * self.kids['b'][0](x) * self.kids['a'].w
+
+
+class SharedByParent(nn.Module):
+    program: Program
+
+    @nn.compact
+    def __call__(self, x):
+        shared = Kid(name='shared')
+        before = shared(x)
+        kids = {'a': shared, 'b': [Affine(name='other')]}
+        results = InFields(self.program, kids, name='user')(x)
+        return *results[:-1], results[-1] + before
+
+
+class LoraAround(nn.Module):
+    """The first form of ``share_scope``: the base module is made by somebody else."""
+
+    base: nn.Dense
+
+    def setup(self):
+        nn.share_scope(self, self.base)
+
+    @nn.compact
+    def __call__(self, x):
+        a = self.param('A', linen.initializers.normal(), (3, 3))
+        return self.base(x) + x @ a
+
+
+def share_scope(module):
+    base = nn.Dense(3, name='base')
+    lora = LoraAround(base)
+    return lambda x: lora(x) + base(x)
+
+
+class CompactNameScope(Route):
+    @nn.compact_name_scope
+    def up(self, x):
+        return nn.Dense(3, name='up')(x)
+
+    @nn.compact_name_scope
+    def down(self, x):
+        return Kid(name='down')(x)
+
+    def use(self, x):
+        return self.up(x) * self.down(x)
+
+
+class OwnProperty(Route):
+    def setup(self):
+        self.kid = Kid()
+        self.w = param(self, 'w')
+
+    @property
+    def product(self):
+        return self.w * self.kid.doubled
+
+    def use(self, x):
+        return x * self.product
+
+
+def a_kid(module):
+    return Kid()
+
+
+def a_dict(module):
+    return {'a': Kid(), 'b': {'c': nn.Dense(3)}}
+
+
+ROUTES: dict[str, Callable[[Program], nn.Module]] = {
+    'made at first use': before(made_at_first_use),
+    'own params': before(own_params),
+    'in dict': kept(a_dict, lambda m, x: m.kid['a'](x) * m.kid['b']['c'](x)),
+    'fields': lambda program: InFields(program, {'a': Kid(), 'b': [nn.Dense(3)]}),
+    'closure': before(closure),
+    'shared by the parent': SharedByParent,
+    'shared by two': before(shared_by_two),
+    'share_scope': before(share_scope),
+    'compact_name_scope': CompactNameScope,
+    'property': OwnProperty,
+    'variables': kept(a_kid, variables),
+    'variable of a child': before(variable_of_a_child),
+    'bare attribute': kept(a_kid, lambda m, x: x * m.kid.w * m.kid.w2),
+    'argument': before(argument),
+    'boxed variables': before(boxed_variables),
+    'dropout': kept(lambda m: (Kid(), nn.Dropout(0.5, deterministic=False)), dropped),
+    # The attribute of a lifted module is read past its transform.
+    'lifted child': kept(lambda m: nn.remat(Kid)(), lambda m, x: m.kid(x) * m.kid.w2),
+    'lifted function': kept(a_kid, lifted_function),
+    'another apply': kept(a_kid, another_apply),
+    'core function': before(core_function),
+}
+
+routes = pytest.mark.parametrize('make', ROUTES.values(), ids=list(ROUTES))
+# Each kind of owner, scope and draw.
+FEW = [
+    *('made at first use', 'closure', 'dropout'),
+    *('shared by the parent', 'share_scope', 'lifted child'),
+]
+few_routes = pytest.mark.parametrize('make', [ROUTES[name] for name in FEW], ids=FEW)
+
+
+@routes
+def test_before_in_and_after(make):
+    check(make, PROGRAMS['some'], False, staged)
+
+
+@pytest.mark.parametrize('program', PROGRAMS.values(), ids=list(PROGRAMS))
+def test_programs(program):
+    check(ROUTES['shared by two'], program, ['params'], eager)
+
+
+class Below(nn.Module):
+    inner: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return self.inner(x)
+
+
+@few_routes
+def test_first_used_in_a_block_inside_another_module(make):
+    """With everything mutable, and paths that do not begin at the root."""
+
+    def mounted(program):
+        return Below(make(program))
+
+    check(mounted, PROGRAMS['nested, first in it'], True)
+
+
+def test_closures_of_raw_transforms():
+    """Compiled: XLA rounds nothing here, since all numbers are small and whole."""
+    make = kept(lambda module: Affine(), raw_transforms)
+    check(make, PROGRAMS['around'], False, jax.jit)
+
+
+@few_routes
+def test_initialization_is_that_without_blocks(make):
+    initialization_is_that_without_blocks(make)
+
+
+@pytest.mark.parametrize('name', ['shared by the parent', 'lifted child'])
+def test_intermediates_are_those_without_blocks(name):
+    capture = {'capture_intermediates': True}
+    check(ROUTES[name], PROGRAMS['around'], ['intermediates'], **capture)
+
+
+def test_a_block_in_a_compact_name_scope_belongs_to_its_module():
+    """Flax runs such a method on a helper module; paths begin at ``self``."""
+
+    class Model(nn.Module):
+        @nn.compact_name_scope
+        def up(self, x):
+            with nn.stop_gradient('up/dense/kernel'):
+                return nn.Dense(3, name='dense')(x)
+
+        def __call__(self, x):
+            return self.up(x)
+
+    x = jnp.ones((2, 3))
+    params = Model().init(jax.random.key(0), x)['params']
+
+    def by_hand(params, x):
+        dense = oracle.stopped(params['up']['dense'], oracle.below('kernel'))
+        return nn.Dense(3).apply({'params': dense}, x)
+
+    oracle.assert_same_grads(
+        lambda params, x: Model().apply({'params': params}, x), by_hand, params, x
+    )
+
+
+# What readers get.
+
+stop = jax.lax.stop_gradient
+PARTS = {'w': jnp.array([1.0, 2.0, 3.0]), 'b': jnp.array([4.0, 1.0, 2.0])}
+
+
+class Do(nn.Module):
+    """Does something, given as a function of the module and its input."""
+
+    body: Callable[[Any, Any], Any]
+
+    @nn.compact
+    def __call__(self, x):
+        return self.body(self, x)
+
+
+def read(module: Any, name: str) -> Any:
+    return module.get_variable('params', name)
+
+
+def done(body: Any, params: Any, x: Any, mutable: Any, **state: Any) -> Any:
+    out = Do(body).apply({'params': params, **state}, x, mutable=mutable, rngs=RNGS)
+    return out if mutable else (out, {})
+
+
+MUTABLE = ['params', 'state', 'intermediates']
+
+
+def assert_same_program(
+    body: Any, by_hand: Any, params: Any = PARTS, mutable: Any = MUTABLE, **state: Any
+) -> None:
+    """``body`` computes what ``by_hand`` does: results, writes, and their gradients."""
+
+    def fn(body: Any) -> Any:
+        return lambda params, x: done(body, params, x, mutable, **state)
+
+    actual = staged(both(fn(body)))(params, X)
+    oracle.assert_same(actual, staged(both(fn(by_hand)))(params, X))
+
+
+# Values: what readers are given is of the kind that they would have been given.
+
+
+@pytest.mark.parametrize(
+    ('kind', 'mutable'), [(dict, ['params']), (freeze, False), (freeze, True)]
+)
+def test_trees_have_the_types_that_they_have_outside(kind, mutable):
+    types = []
+
+    def body(module, x):
+        Kid(name='kid')(x)
+        for block in (contextlib.nullcontext(), nn.stop_gradient('kid/w')):
+            with block:
+                tree = module.variables
+                trees = [tree, tree['params'], tree['params']['kid']]
+                types.append([type(tree) for tree in trees])
+        return x
+
+    Do(body).apply(kind({'params': {'kid': PARTS}}), X, mutable=mutable)
+    assert types[0] == types[1]
+
+
+def test_the_callers_variables_are_never_touched():
+    def body(module, x):
+        with nn.stop_gradient(True):
+            y = module.variables['params']['w'] * Kid(name='kid')(x)
+        return y * read(module, 'b')
+
+    def loss(params):
+        leaves = jax.tree.leaves(params)
+        Do(body).apply({'params': params}, X)
+        Do(body).apply({'params': params}, X, mutable=['params'])
+        assert all(a is b for a, b in zip(jax.tree.leaves(params), leaves, strict=True))
+        return jnp.sum(params['w'] * params['kid']['w'])
+
+    gradient = jax.grad(loss)({**PARTS, 'kid': PARTS})
+    oracle.assert_same(gradient['w'], PARTS['w'])
+
+
+def test_rule_1_a_read_of_one_variable_looks_at_that_one():
+    """Rewriting where collections are fetched costs the owner's whole tree per read."""
+    asked = []
+
+    def body(module, x):
+        kids = [Kid(name=f'kid_{i}') for i in range(30)]
+        with nn.stop_gradient(lambda path: asked.append(str(path)) or True):
+            return kids[7](x)
+
+    params = {f'kid_{i}': PARTS for i in range(30)}
+    jax.grad(lambda p: jnp.sum(Do(body).apply({'params': p}, X)))(params)
+    assert sorted(asked) == ['kid_7/b', 'kid_7/w']
+
+
+def test_rule_2_reading_the_tree_does_not_stop_a_child_of_a_child_for_good():
+    """Flax fills the parents' caches when a child's collection is looked up."""
+
+    class Middle(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Kid(name='kid')(x)
+
+    def body(module, x):
+        with nn.stop_gradient(True):
+            y = module.variables['params']['middle']['kid']['w'] * x
+            z = module.scope.root.variables()['params']['middle']['kid']['b']
+        return y * z, Middle(name='middle')(x)
+
+    def by_hand(module, x):
+        kid = stop(module.variables['params']['middle']['kid'])
+        return kid['w'] * x * kid['b'], Middle(name='middle')(x)
+
+    assert_same_program(body, by_hand, {'middle': {'kid': PARTS}})
+
+
+def test_rule_8_a_stopped_value_may_be_a_plain_array():
+    """Under no derivative nothing is traced, and nothing is changed."""
+
+    def body(module, x):
+        with nn.stop_gradient(True):
+            assert read(module, 'w') is module.variables['params']['w']
+            module.put_variable('params', 'b', read(module, 'w'))
+        return read(module, 'w')
+
+    w, written = Do(body).apply({'params': PARTS}, X, mutable=['params'])
+    assert w is PARTS['w']
+    assert written['params']['b'] is PARTS['w']
+
+
+@pytest.mark.usefixtures('leaks')
+@pytest.mark.parametrize(
+    ('mutable', 'where'), [(False, True), (['params', 'intermediates'], 'kid/w')]
+)
+def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
+    """It reads the variables after the scope was invalidated; and keeps no tracer."""
+
+    def body(module, x):
+        kid = Kid(name='kid')
+        with nn.stop_gradient(where):
+            y = kid(x) + jnp.sum(module.variables['params']['kid']['w'])
+            kid.sow('intermediates', 'y', y)
+        return y
+
+    def fn(params):
+        return done(body, {'kid': params}, X, mutable)
+
+    out, pull_back = jax.vjp(jax.jit(fn), PARTS)
+    if mutable:
+        ones = jax.tree.map(jnp.zeros_like, out)
+        ones[1]['params'] = {'kid': PARTS}
+        oracle.assert_same(pull_back(ones)[0], PARTS)
+
+
+def test_rule_10_a_bound_module_keeps_nothing_of_a_closed_block():
+    """Its scope is never invalidated."""
+    stopped = []
+    other = Kid().bind({'params': PARTS})
+
+    def loss(w):
+        bound = Kid().bind({'params': {**PARTS, 'w': w}})
+        with nn.stop_gradient('w'):
+            stopped.append(weakref.ref(bound.w))
+            y = jnp.sum(bound(X) * other(X))
+        assert bound.w is w and stopped[0]() is not w
+        gc.collect()
+        assert stopped[0]() is None
+        return y + jnp.sum(bound(X))
+
+    oracle.assert_same(jax.vmap(jax.grad(loss))(PARTS['w'][None]), X[None])
+
+
+# G1: random numbers and collections are as without the block.
+
+
+class Everything(nn.Module):
+    """Parameters, dropout, other streams, statistics, sown values, perturbations."""
+
+    block: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        norm = nn.BatchNorm(use_running_average=False, name='norm')
+        drop = nn.Dropout(0.5, deterministic=False, name='drop')
+        for i in range(3):
+            with nn.stop_gradient(self.block) if i == 1 and self.block else no_block:
+                x = nn.Dense(3, name=f'dense_{i}')(norm(x) if i == 1 else x)
+                x = drop(x) + jax.random.normal(self.make_rng('noise'), x.shape)
+                self.sow('intermediates', 'x', x)
+                x = self.perturb(f'x_{i}', x)
+                count = self.variable('state', f'count_{i}', lambda: jnp.zeros(()))
+                count.value = count.value + 1.0
+        return x
+
+
+no_block = contextlib.nullcontext()
+BATCH = jnp.stack([X, X * 2.0, X - 1.0])
+
+
+def everything(block: Any) -> Any:
+    """What initialization gives, and ``done`` while it is differentiated."""
+    made = stepwise.evaluate(Everything(block).init_with_output, RNGS, BATCH)
+
+    def applied(params):
+        return Everything(block).apply(
+            {**made[1], 'params': params},
+            BATCH,
+            rngs=RNGS,
+            mutable=True,
+            capture_intermediates=True,
+        )
+
+    return made, stepwise.evaluate(lambda p: jax.vjp(applied, p)[0], made[1]['params'])
+
+
+def test_values_streams_and_collections_are_those_without_the_block():
+    plain = everything(None)
+    for block in (True, ['norm/*', 'dense_1/kernel']):
+        oracle.assert_same(everything(block), plain)
+
+
+def test_a_loss_on_what_a_stopped_part_sows_does_not_train_it():
+    """Hazard 24: and a penalty on the parameters outside of the block does."""
+
+    def body(module, x):
+        with nn.stop_gradient('w'):
+            y = read(module, 'w') * read(module, 'b') * x
+            module.sow('intermediates', 'y', y)
+        return jnp.sum(read(module, 'w') ** 2)
+
+    def loss(params):
+        penalty, written = done(body, params, X, ['intermediates'])
+        return penalty + jnp.sum(written['intermediates']['y'][0])
+
+    gradient = jax.grad(loss)(PARTS)
+    oracle.assert_same(gradient['w'], 2 * PARTS['w'])
+    oracle.assert_same(gradient['b'], PARTS['w'] * X)
+
+
+def test_a_weight_that_is_tied_is_stopped_in_the_use_that_is_in_the_block():
+    """Hazard 23."""
+
+    def body(module, x):
+        embed = nn.Embed(4, 3, name='embed')
+        y = embed(jnp.array([1, 2])) * x[None, :]
+        with nn.stop_gradient('embed/*'):
+            return embed.attend(y), y
+
+    def by_hand(module, x):
+        table = module.variables['params']['embed']['embedding']
+        y = table[jnp.array([1, 2])] * x[None, :]
+        return y @ stop(table).T, y
+
+    table = integers({'embed': {'embedding': jnp.ones((4, 3))}})
+    assert_same_program(body, by_hand, table)
+
+
+# Paths: what a filter is told of a variable.
+
+
+class Named(nn.Module):
+    """Makes something, and opens a block around its use."""
+
+    where: Any
+    make: Callable[[], Callable[[Any], Any]]
+    collections: Any = 'params'
+
+    @nn.compact
+    def __call__(self, x):
+        use = self.make()
+        with nn.stop_gradient(self.where, collections=self.collections):
+            return use(x)
+
+
+class Mount(nn.Module):
+    enc: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return self.enc(x)
+
+
+class SharedCell(nn.Module):
+    """A recurrent layer in ``enc`` whose cell belongs to the root."""
+
+    where: Any
+
+    @nn.compact
+    def __call__(self, x):
+        rnn = nn.RNN(nn.SimpleCell(3, name='cell'), name='rnn')
+        return Named(self.where, lambda: rnn, name='enc')(jnp.stack([x, x]))
+
+
+def mounted(
+    make: Callable[[], Any], collections: Any = 'params'
+) -> Callable[[Any], nn.Module]:
+    return lambda where: Mount(Named(where, make, collections))
+
+
+def applies_another() -> Callable[[Any], Any]:
+    kid = Kid(name='kid')
+    return lambda x: kid(x) * Other().apply({'params': {'other': {'w': x, 'b': x}}}, x)
+
+
+class Other(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Kid(name='other')(x)
+
+
+class InLifted(nn.Module):
+    """Opens the block in the body of a lifted function of a module."""
+
+    where: Any
+
+    def setup(self):
+        self.kid = Affine()
+
+    def __call__(self, x):
+        def body(kid, x):
+            with nn.stop_gradient(self.where):
+                return kid(x)
+
+        return nn.jit(body)(self.kid, x)
+
+
+def in_enc(*paths: str) -> set[tuple[str, str]]:
+    """Paths of a module that is mounted as 'enc', there and from the root."""
+    return {(path, f'enc/{path}') for path in paths}
+
+
+PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
+    'mounted': (mounted(lambda: Kid(name='kid')), in_enc('kid/w', 'kid/b')),
+    'a cell of the parent': (
+        SharedCell,
+        {
+            (f'/cell/{path}', f'cell/{path}')
+            for path in ('i/kernel', 'i/bias', 'h/kernel')
+        },
+    ),
+    'another done': (
+        mounted(applies_another),
+        # It sees what it is given.
+        in_enc('kid/w', 'kid/b'),
+    ),
+    # What is lifted becomes a method of the module that it is a function of.
+    'in a lifted function of a child': (
+        lambda where: Mount(InLifted(where)),
+        {('w', 'enc/kid/w'), ('b', 'enc/kid/b')},
+    ),
+    'all collections': (
+        mounted(lambda: nn.BatchNorm(use_running_average=True, name='norm'), True),
+        in_enc('norm/scale', 'norm/bias', 'norm/mean', 'norm/var'),
+    ),
+}
+
+
+@pytest.mark.parametrize('name', PATHS)
+def test_paths_and_one_evaluation_for_each(name):
+    """Whether read by one way or several, under whatever transforms."""
+    make, wanted = PATHS[name]
+    variables = make(lambda path: True).init(RNGS, X)
+    seen = []
+
+    class Where:
+        """Of a class of its own: a block asks what blocks of one code were asked."""
+
+        def __call__(self, path):
+            seen.append(path)
+            return True
+
+    def loss(params):
+        return jnp.sum(make(Where()).apply({**variables, 'params': params}, X))
+
+    gradient = jax.grad(loss)(variables['params'])
+    assert oracle.is_zero(gradient)
+    assert collections.Counter((str(p), p.absolute) for p in seen) == dict.fromkeys(
+        wanted, 1
+    )
+    for path in seen:
+        own = tuple(path.strip('/').split('/'))
+        assert path.parts == own
+        assert path.name == own[-1]
+        assert path.module == path[: -len(own[-1]) - 1] or path.module == '/'
+        statistic = path.name in ('mean', 'var')
+        assert path.collection == ('batch_stats' if statistic else 'params')
+
+
+@pytest.mark.parametrize('steps', ['p[]q[]', '[pq]', '[p]q[]'])
+def test_other_code_patches_what_is_hooked(steps, monkeypatch):
+    """Before and after a block, in it, and from within it to after it."""
+    module, x = nn.Dense(1), jnp.ones((2, 3))
+    variables = module.init(jax.random.key(0), x)
+    original, met, block = Scope.get_variable, [], nn.stop_gradient('kernel')
+
+    def patched(self: Scope, *args: Any) -> Any:
+        met.append(steps)
+        return before(self, *args)
+
+    for number, step in enumerate(steps):
+        if step in '[]':
+            block.__enter__() if step == '[' else block.__exit__(None, None, None)
+        elif step == 'p':
+            before = Scope.get_variable
+            monkeypatch.setattr(Scope, 'get_variable', patched)
+        else:
+            monkeypatch.undo()
+        grads = jax.grad(lambda v: module.apply(v, x).sum())(variables)['params']
+        in_block = steps[: number + 1].count('[') > steps[: number + 1].count(']')
+        assert grads['kernel'].any() != in_block, steps[: number + 1]
+    assert met
+    assert Scope.get_variable is original

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import oracle
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.array([[1.0, 2.0, 3.0], [3.0, -1.0, 2.0]])
 
@@ -171,7 +171,9 @@ def selected(path: Any) -> bool:
 def test_a_body_reads_what_the_block_shows(make, lift):
     """Eager and jitted, by ``apply`` and ``bind``, however the body gets at it."""
     variables = variables_of(make)
-    for n, (reach, kind) in enumerate(itertools.product(REACHES, BLOCKS)):
+    cases = [*enumerate(itertools.product(REACHES, BLOCKS))]
+    # The root and the submodule share them.
+    for n, (reach, kind) in cases[make is Mount :: 2]:
         block, by_hand = BLOCKS[kind]
         # Each reach and each kind of block meets each place, and each use.
         places = PLACES[(n + n // 3) % 3]
@@ -198,8 +200,8 @@ def test_a_body_reads_what_the_block_shows(make, lift):
 @pytest.mark.parametrize('make', [at_root, Mount], ids=['root', 'submodule'])
 def test_init_makes_what_it_makes_without_blocks(make, lift):
     """And each name of the block is found when the tree is complete."""
-    for reach, places in itertools.product(REACHES, PLACES):
-        block = BLOCKS['stop'][0]
+    for n, reach in enumerate(REACHES):
+        block, places = BLOCKS['stop'][0], PLACES[(n + [*LIFTS].index(lift)) % 3]
         model = make(lift, reach, *(block if is_in else None for is_in in places))
         oracle.assert_same(
             model.init(jax.random.key(0), X),

@@ -8,25 +8,26 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as fnn
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-import oracle
-import stepwise
-from described.caches import forget_contexts
 from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
-from test_around import AROUND
+from tests.helpers import oracle, stepwise
+from tests.helpers.described.caches import forget_contexts
+from tests.helpers.transforms import AROUND
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -101,6 +102,20 @@ def pull_back(fn: Callable[..., Any]) -> Any:
     return jax.vjp(fn, PARAMS, X)[1](COTANGENT)
 
 
+@pytest.mark.parametrize('kind', AROUND)
+def test_a_transform_of_a_function_with_a_block_in_it(kind):
+    def blocked(params, x):
+        return under('i', apply, params, x)
+
+    def by_hand(params, x):
+        return apply(oracle.stopped(params, SELECTS['i']), x)
+
+    def out(fn):
+        return lambda params, x: {'out': AROUND[kind](fn)(params, x)}
+
+    stepwise.assert_same_grads(out(blocked), out(by_hand), PARAMS, X)
+
+
 @pytest.mark.parametrize('kind', CACHED)
 def test_one_function_called_in_and_out_of_blocks(kind):
     # Traced in the block, where caches decide, and evaluated after it: under each
@@ -123,6 +138,51 @@ def test_one_function_called_in_and_out_of_blocks(kind):
         for letter in order:
             oracle.assert_same(under(letter, traced, fn)(), expected[letter])
         assert kind != 'jit' or len(TRACES) == 3
+
+
+def frozen_by_hand(params):
+    return apply(oracle.stopped(params, SELECTS['i']), X)
+
+
+def in_a_block(params):
+    return under('i', apply, params, X)
+
+
+def test_while_loops_compiled_programs_exported_ones_and_no_jit():
+    def loop(fn):
+        def run(params):
+            return lax.while_loop(
+                lambda carry: carry[0] < 2,
+                lambda carry: (carry[0] + 1, carry[1] * fn(params)),
+                (0, X),
+            )[1]
+
+        return lambda params: jax.jvp(run, (params,), (jax.tree.map(jnp.cos, params),))
+
+    def compiled(fn):
+        grad = jax.grad(lambda p: jnp.sum(jnp.sin(fn(p))))
+        return jax.jit(grad).lower(PARAMS).compile()
+
+    def exported(fn):
+        call = jax.export.export(jax.jit(fn))(PARAMS).call
+        return jax.grad(lambda p: jnp.sum(jnp.sin(call(p))))
+
+    for use in (loop, compiled, exported):
+        expected = use(frozen_by_hand)(PARAMS)
+        oracle.assert_same(use(in_a_block)(PARAMS), expected)
+        around = under('i', use, lambda p: apply(p, X))
+        if use is not loop:
+            oracle.assert_same(around(PARAMS), expected)
+    with nn.stop_gradient(True, unused='ignore'):  # A compiled program reads nothing.
+        oracle.assert_same(
+            compiled(frozen_by_hand)(PARAMS), compiled(in_a_block)(PARAMS)
+        )
+    with jax.disable_jit():
+        grads = [
+            jax.grad(lambda p, f=f: jnp.sum(f(p)))(PARAMS)
+            for f in (in_a_block, frozen_by_hand)
+        ]
+    oracle.assert_same(*grads)
 
 
 def test_the_rule_of_a_custom_vmap_runs_after_the_block_has_closed():
@@ -719,6 +779,107 @@ def test_a_late_rule_in_blocks_on_both_sides_of_a_trace():
     assert jnp.allclose(found['bias'], jax.grad(summed)(PARAMS)['dense']['bias'])
 
 
+class Pair(fnn.Module):
+    @fnn.compact
+    def __call__(self, x):
+        x = jnp.tanh(fnn.Dense(3, name='body')(x))
+        return jnp.tanh(fnn.Dense(3, name='head')(x))
+
+
+OF_PAIR = Pair().init(jax.random.key(0), X)['params']
+
+
+def pair(params, x):
+    return Pair().apply({'params': params}, x)
+
+
+def applying(primal: Any) -> Any:
+    """A function whose rule applies the model; it reads the parameters by hand."""
+    out = jax.custom_vjp(primal)
+    out.defvjp(
+        lambda params, x: jax.vjp(pair, params, x), lambda pull_back, ct: pull_back(ct)
+    )
+    return out
+
+
+def fused(params, x):
+    body, head = params['body'], params['head']
+    x = jnp.tanh(x @ body['kernel'] + body['bias'][None])
+    return jnp.tanh(x @ head['kernel'] + head['bias'][None])
+
+
+OF_NAME = {
+    'globs': lambda name: f'{name}/kernel',
+    'functions': lambda name: lambda path: path == f'{name}/kernel',
+}
+
+
+@pytest.mark.parametrize('wrap', [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize('kind', OF_NAME)
+def test_a_rule_reads_what_its_function_does_not(wrap, kind):
+    """JAX keeps the function with its rule, so it belongs to the block of the call."""
+    fn = wrap(applying(fused))
+
+    def grads(name: str) -> Any:
+        @jax.jit
+        def loss(params):
+            with nn.stop_gradient(OF_NAME[kind](name), unused='ignore'):
+                return fn(params, X).sum()
+
+        return jax.grad(loss)(OF_PAIR)
+
+    for name in ('body', 'head', 'body'):
+        found = {key: bool(tree['kernel'].any()) for key, tree in grads(name).items()}
+        assert found == {'body': name != 'body', 'head': name != 'head'}
+
+
+def test_a_rule_of_the_user_for_a_function_of_jax():
+    dense = fnn.Dense(3, use_bias=False)
+
+    def by_flax(x, kernel):
+        return dense.apply({'params': {'kernel': kernel}}, x)
+
+    fn = jax.custom_vjp(jnp.matmul)
+    fn.defvjp(
+        lambda *args: jax.vjp(by_flax, *args), lambda pull_back, ct: pull_back(ct)
+    )
+
+    def loss(kernel):
+        with nn.stop_gradient('kernel', unused='ignore'):
+            return fn(X, kernel).sum()
+
+    assert not jax.grad(jax.jit(loss))(jnp.ones((3, 3))).any()
+
+
+def test_two_threads_that_differentiate_one_function():
+    """Its rule reopens one block, so one of the threads waits."""
+    running: list[int] = []
+    most: list[int] = []
+    module, x = fnn.Dense(2), jnp.ones((1, 2))
+    params = module.init(jax.random.key(0), x)['params']
+
+    def apply(params: Any) -> Any:
+        return module.apply({'params': params}, x)
+
+    def backward(params: Any, ct: Any) -> Any:
+        running.append(1)
+        time.sleep(0.05)
+        most.append(len(running))
+        _, pullback = jax.vjp(apply, params)
+        running.pop()
+        return pullback(ct)
+
+    fn = jax.custom_vjp(apply)
+    fn.defvjp(lambda params: (fn(params), params), backward)
+    with nn.stop_gradient('kernel'):
+        _, pullback = jax.vjp(fn, params)
+    with ThreadPoolExecutor(4) as pool:
+        for (found,) in pool.map(pullback, [jnp.ones((1, 2))] * 4):
+            assert not found['kernel'].any()
+            assert found['bias'].all()
+    assert most == [1] * 4
+
+
 # Blocks of several rules share a number until something is read.
 
 
@@ -802,7 +963,6 @@ def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
         assert found == {'scale': 2.0, 'counts': {'n': 1.0}}
 
 
-@pytest.mark.slow
 def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
     forget_contexts()
 

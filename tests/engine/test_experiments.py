@@ -7,7 +7,6 @@ from typing import Any
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
-import pytest
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -54,7 +53,6 @@ def experiment(number: int, watched: list[weakref.ref[Any]]) -> None:
     watched += map(weakref.ref, things)
 
 
-@pytest.mark.slow
 def test_an_experiment_that_is_over_is_freed():
     watched: list[weakref.ref[Any]] = []
     for number in range(40):

@@ -22,43 +22,14 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, hooks, judgement, numbers, opening
-from flax_sg.internals import patching, tracing
-from test_random_models import LONG
+from flax_sg.engine import blocks, judgement, opening
+from tests.helpers import oracle
+from tests.helpers.left_over import assert_nothing_is_left
+from tests.helpers.profile import LONG
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
-
-
-def hooked() -> list[Any]:
-    """What stands where hooks may stand."""
-    return [vars(owner).get(name) for owner, name in patching.HOOKED.values()]
-
-
-HOOKS = [hooks.HOOKS[key] for key in patching.HOOKED]
-
-
-def held_numbers(number: numbers.Number) -> Iterator[numbers.Number]:
-    """The numbers inside of one that a block has."""
-    waiting = [first for kind in number.inside.values() for first in kind]
-    for inner in waiting:
-        waiting += inner.answers.values()
-        if inner._holders:
-            yield inner
-        if not inner.answers:
-            yield from held_numbers(inner)
-
-
-def assert_nothing_is_left() -> None:
-    """No block is open, nothing is kept for one, and Flax is as it was."""
-    thread = blocks.thread
-    assert (thread.blocks, thread.doubts, thread.aside) == ((), None, ())
-    assert thread.applies == []
-    assert not list(held_numbers(numbers.NONE))
-    assert tracing.user_context.value == 0
-    assert hooked() == HOOKS
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +201,6 @@ IN_AND_OUT = frozenset(
 
 
 # Python drops what is raised in a generator that it throws away.
-@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('within', [frozenset(), IN_AND_OUT], ids=['all', 'in and out'])
 @pytest.mark.parametrize('name', PROGRAMS)

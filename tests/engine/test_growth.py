@@ -19,12 +19,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import oracle
 from flax_sg import linen as nn
 from flax_sg.engine import numbers
-from test_random_models import LONG
-
-pytestmark = pytest.mark.slow
+from tests.helpers import oracle
+from tests.helpers.profile import LONG
 
 WARM, STEPS = (1_000, 10_000) if LONG else (60, 200)
 SLACK = 50 if LONG else 10  # Objects: a leak of one in 20 steps would be more.

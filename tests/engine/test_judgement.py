@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import pytest
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 KEY = jax.random.key(0)
@@ -366,7 +366,6 @@ COLLECTED = """
 """
 
 
-@pytest.mark.slow
 def test_a_generator_collected_at_any_moment_locks_nothing():
     found = subprocess.run(
         [sys.executable, '-c', textwrap.dedent(COLLECTED)],

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import oracle
 from flax_sg import errors, filters
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)
 PLAIN = fnn.Dense(2, parent=None)
@@ -191,18 +191,16 @@ def by_hand(way: str, block: str, run: str, is_own: bool) -> Any:
     return RUNS[run](loss)(VARIABLES[way], X)
 
 
-@pytest.mark.parametrize('form', FORMS)
 @pytest.mark.parametrize('way', WAYS)
-def test_an_apply_inside_sees_what_it_is_given(way, form):
-    model, variables = Model(way, given=MADE), VARIABLES[way]
-    for number, (name, (make, _)) in enumerate(BLOCKS.items()):
-        fn = FORMS[form](model, make)
-        assert fn(variables, X) == value(way), name
-        # All pairs of a way, a filter and a run are met; what is by hand is shared.
-        is_own = form == 'own block'
-        turn = number + [*WAYS].index(way) + is_own
-        run = [*RUNS][turn % len(RUNS)]
-        expected = by_hand(way, name, run, is_own)
+def test_an_apply_inside_sees_what_it_is_given(way):
+    """Filters, forms and runs take turns: three of each for a way."""
+    variables, row = VARIABLES[way], [*WAYS].index(way)
+    for turn in range(row, row + 3):
+        name, form = ([*of][turn % len(of)] for of in (BLOCKS, FORMS))
+        run = [*RUNS][(turn + turn // len(RUNS)) % len(RUNS)]
+        fn = FORMS[form](Model(way, given=MADE), BLOCKS[name][0])
+        assert fn(variables, X) == value(way), (name, form)
+        expected = by_hand(way, name, run, form == 'own block')
         oracle.assert_same(RUNS[run](fn)(variables, X), expected)
 
 
@@ -269,6 +267,25 @@ def test_a_rule_that_runs_late_leaves_the_depth_as_it_was():
     with nn.stop_gradient('kernel', unused='ignore'):
         jax.grad(lambda v: jnp.sum(Outer().apply({}, v, X)))(VARIABLES_OF_PLAIN)
         assert_stops_the_kernel(lambda v: jnp.sum(jitted(v, X)))
+
+
+def test_an_apply_that_changes_nothing_else_changes_the_key():
+    """Most reads set it again; this one does not."""
+
+    class Reads(fnn.Module):
+        def __call__(self):
+            return self.get_variable('params', 'kernel')
+
+    class Outer(fnn.Module):
+        def __call__(self, variables):
+            return reads(variables)
+
+    model = Reads(parent=None)
+    reads = jax.jit(lambda variables: jnp.sum(model.apply(variables)))
+    with nn.stop_gradient('kernel'):
+        Outer().apply({}, VARIABLES_OF_PLAIN)
+        found = jax.grad(reads)(VARIABLES_OF_PLAIN)
+    assert oracle.is_zero(found)
 
 
 def test_equal_blocks_share_programs_after_a_rule_that_runs_late():

@@ -19,11 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import backward
-import oracle
-import stepwise
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import backward, oracle, stepwise
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 Extent = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -190,6 +188,27 @@ def test_reads_in_raw_transforms_share_it(rule, hand):
         return y + jax.jit(lambda x: x * w)(x) + x * w
 
     assert_same_both(applied(Raw()), by_hand, ROW, X)
+
+
+@every_rule
+def test_a_jitted_closure_in_two_blocks_is_mapped_in_each_alone(rule, hand):
+    class Holds(fnn.Module):
+        def __call__(self):
+            return self.get_variable('params', 'w')
+
+    def ruled(p, x):
+        bound = Holds().bind({'params': p})
+        fn = jax.jit(lambda x: x * bound())
+        with rule(True):
+            y = fn(x)
+        with rule(True):
+            return y + jnp.sin(fn(x))
+
+    def by_hand(p, x):
+        one, two = (hand(p)['w'] for _ in range(2))
+        return jax.jit(lambda x: x * one)(x) + jnp.sin(jax.jit(lambda x: x * two)(x))
+
+    assert_same_both(ruled, by_hand, ROW, X)
 
 
 @every_rule

@@ -13,10 +13,10 @@ from flax.core import FrozenDict
 from flax.core.meta import Partitioned
 
 import flax_sg as sg
-from described.caches import forget_contexts
 from flax_sg import errors
 from flax_sg import linen as nn
-from test_random_models import LONG
+from tests.helpers.described.caches import forget_contexts
+from tests.helpers.profile import LONG
 
 pytestmark = pytest.mark.every_case
 
@@ -207,6 +207,15 @@ def test_one_rule(surface):
 
 
 PARAMS = {'w': VALUES['tuple'], 'b': ones(9)}  # Of the model of a tuple.
+
+
+def test_a_dict_within_a_variable_keeps_its_order():
+    class Reads(nn.Module):
+        def __call__(self):
+            return [*self.get_variable('params', 'w')[1]]
+
+    with nn.stop_gradient('w'):
+        assert Reads().apply({'params': {'w': VALUES['dict in a tuple']}}) == ['z', 'a']
 
 
 def test_what_names_nothing_raises_everywhere():

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import oracle
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 W = jnp.array([1.0, -2.0])
 VARIABLES = {'params': {'w': W}}

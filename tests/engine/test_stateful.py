@@ -11,13 +11,13 @@ from typing import Any
 
 import hypothesis
 import jax
-import pytest
 from flax.core.scope import Scope
 from hypothesis import strategies as st
 
-from described.language import Block, Leave, Program
-from described.nets import CHILDREN, KINDS, RAW
-from described.sequences import (
+from flax_sg import errors
+from tests.helpers.described.language import Block, Leave, Program
+from tests.helpers.described.nets import CHILDREN, KINDS, RAW
+from tests.helpers.described.sequences import (
     SPELLINGS,
     Call,
     Child,
@@ -29,8 +29,7 @@ from described.sequences import (
     Switch,
     Thread,
 )
-from flax_sg import errors
-from test_random_models import LONG
+from tests.helpers.profile import LONG
 
 # Those that mean other variables for each owner count twice.
 CHOICE = [*SPELLINGS, *(row for row in SPELLINGS if not row[0].where.everywhere)]
@@ -89,7 +88,6 @@ def steps_of(program: Program) -> Program:
     return tuple(out)
 
 
-@pytest.mark.slow
 @hypothesis.given(program=programs())
 @hypothesis.settings(
     max_examples=1000 if LONG else 8,

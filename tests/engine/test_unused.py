@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import extents
 from flax_sg import core, errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
+from tests.helpers import extents
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import flax_sg as sg
-import oracle
 from flax_sg import linen as nn
 from flax_sg.internals import optional
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 ONES = fnn.initializers.ones

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-import block_errors
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
+from tests.errors import block_errors
 
 PARAMS = {'head': jnp.ones(3), 'body': jnp.ones((4, 3))}
 SHAPES = jax.ShapeDtypeStruct((3,), jnp.float32)

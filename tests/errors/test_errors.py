@@ -25,17 +25,19 @@ import optax
 import pytest
 from flax import nnx
 
-import block_errors
-import cotangent_errors
-import filter_errors
 import flax_sg
 import flax_sg as sg
-import report_errors
-import tree_errors
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.internals import required, versions
-from tasks import read_while_another_waits
+from tests.errors import (
+    block_errors,
+    cotangent_errors,
+    filter_errors,
+    report_errors,
+    tree_errors,
+)
+from tests.helpers.tasks import read_while_another_waits
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -295,7 +297,7 @@ TABLES = [
     block_errors,
     cotangent_errors,
     filter_errors,
-    *([importlib.import_module('graph_errors')] if HAS_NNX else []),
+    *([importlib.import_module('tests.errors.graph_errors')] if HAS_NNX else []),
     report_errors,
     tree_errors,
 ]

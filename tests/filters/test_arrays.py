@@ -11,9 +11,9 @@ import pytest
 from flax.core.meta import Partitioned
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 
 class Stack(fnn.Module):

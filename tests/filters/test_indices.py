@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from flax import linen
 
-import extents
 import flax_sg as sg
-import oracle
 from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
 from flax_sg.filters import Index
+from tests.helpers import extents, oracle
 
 ROWS, WIDTH = 6, 4
 IDS = jnp.array([[0, 1, 5], [2, 3, 5]])

@@ -13,12 +13,11 @@ import optax
 import pytest
 from flax import linen, nnx
 
-import extents
 import flax_sg as sg
-import oracle
 from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
 from flax_sg.filters import indices
+from tests.helpers import extents, oracle
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 

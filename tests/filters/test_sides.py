@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors, filters
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 PARAMS: Any = {'body': {'w': jnp.ones(2)}, 'head': {'w': jnp.array([1.0, 3.0])}}
 MODEL = nn.Sequential([nn.Dense(2), nn.Dense(1)])

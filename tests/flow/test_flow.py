@@ -16,18 +16,16 @@ from flax import linen
 from jax import export, lax
 
 import flax_sg as sg
-import flows
-import oracle
-import test_random_models as random_models
-from described import uses
 from flax_sg import linen as nn
+from tests.helpers import flows, oracle
+from tests.helpers.described import uses
+from tests.helpers.described.compared import assert_promise_kept
 
 pytestmark = pytest.mark.every_case
 
 A, B = jnp.array([0.5, -1.5, 2.5]), jnp.array([1.25, 0.75, -2.0])
 THREE = jax.ShapeDtypeStruct((3,), jnp.float32)
 flow_of = sg.gradient_flow
-assert_promise_kept = random_models.assert_promise_kept
 
 
 def statuses(fn: Any, *args: Any) -> dict[str, str]:

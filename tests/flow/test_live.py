@@ -8,16 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax.core.meta import Partitioned
 from jax import lax
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import Derived, as_filter
 from flax_sg.trees.leaves import leaves_of
+from tests.helpers import oracle
 
 X = jnp.array([[1.0, -2.0, 0.5, 0.25], [-1.0, 0.75, 2.0, -0.5]])
 PARAMS = {
@@ -159,6 +161,18 @@ def test_a_derived_selection_may_be_empty():
     # What is written beside it still has to be there.
     with pytest.raises(sg.errors.UnusedFilterError, match='boby'):
         selected(nothing | 'boby/**')
+
+
+def test_what_any_leaf_of_a_box_or_any_output_trains_is_live():
+    params = {'w': Partitioned((jnp.ones(2), jnp.ones(2)), (None,))}
+    assert repr(sg.live(lambda p: p['w'].value[0].sum(), params)) == "<live: 'w'>"
+
+    def rows(params: Any) -> Any:
+        first, rest = sg.at('w', np.s_[:1]), sg.at('w', np.s_[1:])
+        return [sg.stop_gradient(params, at)['w'].sum() for at in (first, rest)]
+
+    params = {'w': jnp.ones((3, 2))}
+    assert np.all(sg.mask(params, trained=sg.live(rows, params))['w'])
 
 
 def test_two_networks_as_two_arguments_have_one_naming():

@@ -13,9 +13,9 @@ from flax import linen
 from jax import lax
 
 import flax_sg as sg
-import oracle
 from flax_sg import linen as nn
 from flax_sg import testing
+from tests.helpers import oracle
 
 pytestmark = pytest.mark.every_case
 

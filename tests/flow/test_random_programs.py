@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +13,9 @@ import pytest
 from jax import lax
 
 import flax_sg as sg
-import oracle
+from tests.helpers import oracle
+from tests.helpers.profile import LONG
 
-LONG = hypothesis.settings.get_current_profile_name() == 'long'
 NAMES = 'abcd'
 ROWS = np.array([[True], [False], [True], [False]])
 SHAPE = (4, 3)
@@ -264,7 +263,7 @@ def check(seed: int) -> str:
 
 @jax.numpy_rank_promotion('allow')
 @jax.numpy_dtype_promotion('standard')
-@pytest.mark.parametrize('first', range(0, 5000 if LONG else 12, 4))
+@pytest.mark.parametrize('first', range(0, 5000 if LONG else 8, 4))
 def test_what_is_called_zero_is_zero(first):
     for seed in range(first, first + 4):
         check(seed)

@@ -75,3 +75,13 @@ def test_values_out_of_nothing(fn: Any) -> None:
     assert fn(jnp.asarray(SOME)).all()
     [told] = zeros.zeros_of(jax.make_jaxpr(fn)(SOME))
     assert not told.any()
+
+
+def test_what_comes_through_a_long_chain_of_carries_is_not_zero() -> None:
+    def chain(x: Any) -> Any:
+        start = (x[0, 0] * 0.0,) * 20
+        turn = lambda carry, _: ((x[0, 0], *carry[:-1]), None)  # noqa: E731
+        return lax.scan(turn, start, None, length=20)[0][-1]
+
+    [told] = zeros.zeros_of(jax.make_jaxpr(chain)(SOME))
+    assert not told.any()

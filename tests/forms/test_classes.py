@@ -11,11 +11,11 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import of_type
 from flax_sg.filters.paths import Path
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 KEY = jax.random.key(0)
@@ -106,7 +106,6 @@ def trained(model: Any, params: Any) -> dict[str, bool]:
     return {name: not oracle.is_zero(leaf) for name, leaf in by_path(grads).items()}
 
 
-@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize('kind', [kind for kind in CHILDREN if kind != 'compact'])
 def test_in_every_extent(kind):

@@ -10,9 +10,9 @@ from flax.core import apply, init, lift
 from flax.core import nn as core_nn
 from flax.core.scope import DenyList
 
-import oracle
 from flax_sg import core
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 KEY = jax.random.key(0)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import settings
 
 import flax_sg as sg
-import oracle
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 PARAMS = fnn.Dense(2).init(jax.random.key(0), X)['params']

@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-import oracle
-import stepwise
 from flax_sg import Path, errors, filters
 from flax_sg import linen as nn
-from oracle import assert_same, is_zero, stopped
-from test_random_models import LONG
+from tests.helpers import oracle, stepwise
+from tests.helpers.oracle import assert_same, is_zero, stopped
+from tests.helpers.profile import LONG
 
 KEY = jax.random.key(7)
 RNGS = {'params': KEY, 'dropout': jax.random.key(3)}

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import oracle
-from described.caches import forget_contexts
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import oracle
+from tests.helpers.described.caches import forget_contexts
 
 
 @pytest.fixture(autouse=True)

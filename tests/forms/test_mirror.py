@@ -10,10 +10,10 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
-from oracle import assert_same, is_zero, stopped
+from tests.helpers import oracle
+from tests.helpers.oracle import assert_same, is_zero, stopped
 
 RNGS = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
 X = jnp.array([[0.5, -1.0, 2.0, 1.0], [1.5, 0.25, -0.75, -2.0]])

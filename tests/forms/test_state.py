@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-import oracle
 from flax_sg import filters
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 KEY = jax.random.key(7)
 X = jnp.array([[0.5, -1.0, 2.0, 1.0], [1.5, 0.25, -0.75, -2.0]])
@@ -56,8 +56,7 @@ def static_jit(cls: Any) -> Any:
         (True, {0, 1, 2}),
     ],
 )
-@pytest.mark.parametrize('lift', [bare, static_jit])
-@pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror])
+@pytest.mark.parametrize(('lift', 'wrap'), [(bare, nn.mirror), (static_jit, nn.Frozen)])
 def test_state_is_held_where_the_filter_says(
     wrap: Any, lift: Any, where: Any, held: set[int], state: str
 ) -> None:
@@ -67,7 +66,12 @@ def test_state_is_held_where_the_filter_says(
 
 @pytest.mark.parametrize('state', ['hold', 'eval'])
 def test_state_is_held_by_the_class_of_a_module(state: str) -> None:
-    for cls, held in ((linen.BatchNorm, {0, 1, 2}), (linen.Dense, set[int]())):
+    every = {0, 1, 2}
+    for cls, held in (
+        (linen.BatchNorm, every),
+        (Stage, every),
+        (linen.Dense, set[int]()),
+    ):
         where = filters.of_type(cls, Stages(), X)
         check(nn.Frozen(Stages(), where, state=state), held, state)
 

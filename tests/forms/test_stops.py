@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import oracle
 from flax_sg import core, errors, filters
 from flax_sg import linen as nn
 from flax_sg.forms.block_decorator import BlockDecorator
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

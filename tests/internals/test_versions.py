@@ -6,7 +6,9 @@ the import; any other name stops the one feature that needs it.
 
 import ast
 import contextlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,10 +23,10 @@ import pytest
 from flax.core import Scope, axes_scan, lift
 from packaging.specifiers import SpecifierSet
 
-import oracle
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.internals import lifting, modules, patching, required, tracing, versions
+from tests.helpers import oracle
 
 pytestmark = pytest.mark.every_case
 
@@ -129,7 +131,6 @@ def imported(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ('code', 'said'),
     [
@@ -152,6 +153,33 @@ def test_the_import_says_what_gradients_need(code, said):
     assert 'UnsupportedVersionError: flax_sg needs what this installation' in text
     assert said in text
     assert 'supported are flax' in text
+
+
+@pytest.mark.parametrize(
+    ('name', 'said'),
+    [
+        ('get_variable', 'Scope.param has to call get_variable'),
+        ('_partial_pack', "module 'flax.core.lift' has no attribute '_partial_pack'"),
+        ('_populate_collections', 'attributes of a scope'),
+    ],
+)
+def test_a_flax_in_which_a_method_has_another_name(name, said, tmp_path):
+    """Such a release is not installed by mistake only: no upper bound keeps it away."""
+    folder = Path(fnn.__file__).parents[1]
+    shutil.copytree(folder, tmp_path / 'flax', ignore=shutil.ignore_patterns('__pyc*'))
+    for part in ('core', 'linen'):
+        for file in (tmp_path / 'flax' / part).glob('*.py'):
+            text = re.sub(rf'\b{name}\b', f'{name}_of_later', file.read_text())
+            file.write_text(text)
+    env = {**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
+    command = [sys.executable, '-c', 'import flax_sg']
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    head, line, *others = done.stderr.partition('UnsupportedVersionError: ')[2].split(
+        '\n'
+    )
+    assert head == 'flax_sg needs what this installation does not have:'
+    assert said in line
+    assert others[-3].startswith('Found flax') or 'Found flax' in ''.join(others)
 
 
 # What only one feature needs.

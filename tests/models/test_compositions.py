@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import stepwise
 from flax_sg import linen as nn
+from tests.helpers import stepwise
 
 README = Path(__file__).parents[2] / 'flax_sg' / 'README.md'
 

@@ -3,9 +3,8 @@
 import jax
 import numpy as np
 
-import oracle
-import processes
 from flax_sg import demo
+from tests.helpers import oracle, processes
 
 STEPS = 4
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from flax_sg import linen as nn
-from oracle import assert_same, is_zero
+from tests.helpers.oracle import assert_same, is_zero
 
 X = jax.random.normal(jax.random.key(1), (5, 3))
 

@@ -12,9 +12,9 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-import oracle
 from flax_sg import linen as nn
 from flax_sg import nnx
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 

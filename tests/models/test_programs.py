@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-import oracle
-import programs
 from benchmarks import models
 from flax_sg import linen as nn
 from flax_sg.testing import assert_same_program
+from tests.helpers import oracle, programs
 
 X = jnp.linspace(-1.0, 1.0, 2 * 4 * 16).reshape(2, 4, 16)
 

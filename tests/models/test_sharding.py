@@ -15,10 +15,9 @@ from flax import linen
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_sg as sg
-import oracle
-import programs
 from flax_sg import errors, testing
 from flax_sg import linen as nn
+from tests.helpers import oracle, programs
 
 AXIS = 'data'
 RULES = (('embed', AXIS), ('mlp', None))

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import flax_sg as sg
-import oracle
-from by_hand import Layer, X, total, zeros
 from flax_sg import errors, nnx
 from flax_sg.filters.patterns import Glob
+from tests.helpers import oracle
+from tests.helpers.nnx_by_hand import Layer, X, total, zeros
 
 ALL = [f'{name}/{leaf}' for name in ('body', 'head') for leaf in ('bias', 'kernel')]
 

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
-from by_hand import Layer, Net, X, pure, total, zeros
 from flax_sg import errors, nnx, testing
+from tests.helpers import oracle
+from tests.helpers.nnx_by_hand import Layer, Net, X, pure, total, zeros
 
 pytestmark = [
     pytest.mark.usefixtures('standard_promotion'),

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import flax_sg as sg
-import oracle
-from by_hand import loss_of, pure
+from tests.helpers import oracle
+from tests.helpers.nnx_by_hand import loss_of, pure
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 

@@ -10,16 +10,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import by_hand
-import oracle
-from by_hand import Layer, X, pure, stacked, through
 from flax_sg import nnx
+from tests.helpers import nnx_by_hand as by_hand
+from tests.helpers import oracle
+from tests.helpers.nnx_by_hand import Layer, X, pure, stacked, through
+from tests.helpers.profile import LONG
 
-LONG = settings.get_current_profile_name() == 'long'
 KINDS: list[Any] = [
     Layer,
     stacked,
@@ -74,7 +73,6 @@ def trained(seed: int, view: Any) -> Any:
 
 @settings(max_examples=1000 if LONG else 6)
 @given(st.integers(0, 2**16))
-@pytest.mark.slow
 def test_random_models(seed: int):
     views = functools.partial(nnx.stop_gradient, unused='ignore')
     copies = trained(seed, lambda model, where: by_hand.stopped(model, PLACES[where]))

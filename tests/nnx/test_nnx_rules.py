@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
-from by_hand import Net, X, pure, total
 from flax_sg import errors, nnx
+from tests.helpers import oracle
+from tests.helpers.nnx_by_hand import Net, X, pure, total
 
 
 class Scale(nnx.Module):

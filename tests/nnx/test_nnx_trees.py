@@ -10,9 +10,9 @@ import pytest
 from flax import nnx as flax_nnx
 
 import flax_sg as sg
-import oracle
-from by_hand import Layer, Net, X, loss_of, pure, stopped
 from flax_sg import errors, nnx, testing
+from tests.helpers import oracle
+from tests.helpers.nnx_by_hand import Layer, Net, X, loss_of, pure, stopped
 
 # ``adam`` counts its steps in another dtype.
 pytestmark = pytest.mark.usefixtures('standard_promotion')

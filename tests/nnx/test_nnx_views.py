@@ -14,12 +14,12 @@ import optax
 import pytest
 from flax import nnx as flax_nnx
 
-import by_hand
 import flax_sg as sg
-import oracle
-from by_hand import Layer, Net, X, pure, total, zeros
 from flax_sg import errors, nnx, testing
 from flax_sg.graphs.views import VIEWS
+from tests.helpers import nnx_by_hand as by_hand
+from tests.helpers import oracle
+from tests.helpers.nnx_by_hand import Layer, Net, X, pure, total, zeros
 
 # ``total`` does not read them.
 REST = ['head/bias', 'head/kernel', 'norm/bias', 'norm/scale']

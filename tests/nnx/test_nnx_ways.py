@@ -14,10 +14,19 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-import by_hand
-import oracle
-from by_hand import Layer, Net, X, loss_of, pure, stacked, through, total
 from flax_sg import nnx
+from tests.helpers import nnx_by_hand as by_hand
+from tests.helpers import oracle
+from tests.helpers.nnx_by_hand import (
+    Layer,
+    Net,
+    X,
+    loss_of,
+    pure,
+    stacked,
+    through,
+    total,
+)
 
 # Each runs a model, and returns what is compared beside the model's state. Some lines
 # read ``hold(model)``: a view, or a copy that is stopped by hand. Beside it, the model.

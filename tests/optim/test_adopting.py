@@ -14,8 +14,8 @@ import pytest
 from flax import serialization
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
+from tests.helpers import oracle
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -383,3 +383,9 @@ def test_a_count_of_moments_in_one_array():
     _, state = trained(first, first.init(PARAMS), 3)
     assert int(sg.adopt(first, PARAMS, state, old=first)[0].count) == 3
     oracle.assert_same(sg.adopt(tx, PARAMS, state, old=first), tx.init(PARAMS))
+
+
+def test_the_first_of_two_states_has_the_last_word():
+    tx, params = optax.sgd(0.1, momentum=0.9), {'w': jnp.ones(2)}
+    one, two = (jax.tree.map(lambda x, n=n: x + n, tx.init(params)) for n in (1, 2))
+    oracle.assert_same(sg.adopt(tx, params, one, two), one)

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
+from tests.helpers import oracle
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -167,3 +167,14 @@ def test_rows_of_nested_freezes_are_adopted():
     assert found['in part'] == ['w']
     with pytest.raises(errors.StructureError, match="rows of 'w' are frozen"):
         sg.adopt(new, PARAMS, state)
+
+
+def test_a_freeze_between_two_that_cut_rows():
+    tx = optax.sgd(0.1, momentum=0.9)
+    inner = sg.freeze(sg.freeze(tx, sg.at('w', np.s_[4:])), 'b')
+    three = sg.freeze(inner, sg.at('w', np.s_[:2]))
+    one = sg.freeze(tx, ['b', sg.at('w', [0, 1, 4, 5])])
+    found, expected = (
+        each.update(GRADS[0], each.init(PARAMS), PARAMS)[0] for each in (three, one)
+    )
+    oracle.assert_same(found, expected)

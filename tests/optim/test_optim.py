@@ -21,9 +21,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors, testing
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 

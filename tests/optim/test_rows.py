@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
+from tests.helpers import oracle
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 

@@ -15,8 +15,8 @@ import pytest
 from flax import nnx, serialization
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
+from tests.helpers import oracle
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 

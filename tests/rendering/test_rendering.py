@@ -14,7 +14,7 @@ from flax_sg.flow.report import WORDS
 from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Row
 from flax_sg.rendering.text import repeated
-from reports import LOSSES, report
+from tests.helpers.reports import LOSSES, report
 
 MATRIX = """\
                      gln       code      explanation

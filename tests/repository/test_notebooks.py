@@ -8,7 +8,7 @@ import pytest
 # `dev.py versions` does not install Jupyter.
 pytest.importorskip('nbclient', reason="needs the extra 'notebooks'")
 
-import run_notebooks
+from tests import run_notebooks
 
 SOURCE = """# %% [markdown]
 # # A title

@@ -3,6 +3,7 @@
 import ast
 import email
 import email.message
+import importlib
 import re
 import subprocess
 import sys
@@ -114,6 +115,19 @@ def test_the_workflows_call_commands_that_exist():
         called = re.findall(r'run: python3 dev.py (\w+)', workflow.read_text())
         assert called
         assert set(called) <= commands
+
+
+def test_pip_is_found_in_a_page_of_a_package_index():
+    page = """
+    <a href="../p/pip-9.0.1-py2.py3-none-any.whl#sha256=ab">9</a>
+    <a data-x="y" href="https://x/pip-25.10-py3-none-any.whl#sha256=cd">25.10</a>
+    <a href="pip-25.9-py3-none-any.whl"></a> <a href="pip-26.0b1-py3-none-any.whl"></a>
+    <a href="pip-27.0.tar.gz"></a>
+    """
+    dev = importlib.import_module('dev')
+    assert dev.newest_wheel(page).endswith('/pip-25.10-py3-none-any.whl#sha256=cd')
+    with pytest.raises(ValueError, match='no wheel'):
+        dev.newest_wheel('<a href="pip-27.0.tar.gz">')
 
 
 def test_the_address_is_written_where_it_stands():

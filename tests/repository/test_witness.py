@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import witness
 from flax_sg.engine import blocks
+from tests import witness
 
 ROOT = Path(__file__).parents[2]
 

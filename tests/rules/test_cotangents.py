@@ -16,14 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import backward
-import extents
 import flax_sg as sg
-import oracle
-import stepwise
 from flax_sg import errors, testing
 from flax_sg import linen as nn
 from flax_sg.forms import cotangent_blocks
+from tests.helpers import backward, extents, oracle, stepwise
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -391,6 +388,15 @@ def counted(loss: Callable[..., Any]) -> tuple[Any, list[None]]:
     return jax.jit(jax.grad(wrapper)), traces
 
 
+@pytest.mark.parametrize('by', ['norm', 'global_norm'])
+def test_a_norm_that_is_a_little_larger_than_its_bound_is_clipped(by):
+    def loss(w):
+        with nn.clip_gradient('w', **{by: 0.5}):
+            return jnp.sum(0.6 * Scale().apply({'params': {'w': w}}))
+
+    assert jax.grad(loss)(jnp.ones(1)) == pytest.approx(0.5)
+
+
 def test_equal_rules_do_not_trace_again_and_others_do():
     grad, traces = counted(lambda w: 3.0 * Scale().apply({'params': {'w': w}}))
     array = jnp.array([2.0])
@@ -404,6 +410,7 @@ def test_equal_rules_do_not_trace_again_and_others_do():
         def clip(self, path, ct):
             return jnp.minimum(ct, self.bound)
 
+    assert nn.scale_gradient('w', 0.1) != nn.scale_gradient('w', 0.1 + 1e-15)
     one, two = Bounds(1.0), Bounds(2.0)
     makers: list[Callable[[], Any]] = [
         lambda: nn.map_cotangent('w', twice),

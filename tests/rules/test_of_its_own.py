@@ -13,12 +13,12 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-import oracle
-from extents import EXTENTS
 from flax_sg.filters.expressions import Atom, Filter
 from flax_sg.filters.indices import Index, Part
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
+from tests.helpers import oracle
+from tests.helpers.extents import EXTENTS
 
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -57,12 +57,12 @@ class Layer(linen.Module):
         return linen.Dense(4, name='dense')(x) * kernel, None
 
 
-def layers(lift):
-    if lift == 'scan':
-        return linen.scan(Layer, length=4, **oracle.STACKED)
-    return {'jit': linen.jit, 'remat': linen.remat, 'plain': lambda cls: cls}[lift](
-        Layer
-    )
+LIFTED = {
+    'plain': lambda cls: cls,
+    'jit': linen.jit,
+    'remat': linen.remat,
+    'scan': lambda cls: linen.scan(cls, length=4, **oracle.STACKED),
+}
 
 
 class Model(linen.Module):
@@ -70,7 +70,7 @@ class Model(linen.Module):
 
     @linen.compact
     def __call__(self, x):
-        x, _ = layers(self.lift)(name='layers')(x, None)
+        x, _ = LIFTED[self.lift](Layer)(name='layers')(x, None)
         return linen.Dense(4, name='last')(x)
 
 
@@ -122,11 +122,20 @@ def by_hand(lift, name, ruled):
     )
 
 
+PLACES = ['block', 'lifted', 'function', 'wrapper']
+RULED = [(name, ruled) for name in FILTERS for ruled in ('stop', 'halved')]
+
+
+# Each pair of an extent and a lift; filters and rules take turns, and meet all of both.
 @pytest.mark.every_case
-@pytest.mark.parametrize('extent', ['block', 'lifted', 'function', 'wrapper'])
-@pytest.mark.parametrize('lift', ['plain', 'jit', 'remat', 'scan'])
-@pytest.mark.parametrize('name', list(FILTERS))
-@pytest.mark.parametrize('ruled', ['stop', 'halved'])
+@pytest.mark.parametrize(
+    ('extent', 'lift', 'name', 'ruled'),
+    [
+        (extent, lift, *RULED[(row + column) % 4])
+        for row, extent in enumerate(PLACES)
+        for column, lift in enumerate(LIFTED)
+    ],
+)
 def test_in_every_extent(extent, lift, name, ruled):
     rule = rules.StopGradient() if ruled == 'stop' else Halved()
     rewrite = BlockDecorator(FILTERS[name][0], rule)
@@ -143,3 +152,12 @@ def test_on_a_tree():
         parameters('plain'),
     )
     oracle.assert_same(found, by_hand('plain', 'part', 'stop'))
+
+
+def test_a_tree_keeps_what_fp8_layers_overwrite():
+    tree = {'params': {'w': 1.0}, '_overwrite_with_gradient': {'scale': 2.0}}
+    stopped = jax.grad(lambda t: sum(jax.tree.leaves(sg.stop_gradient(t, True))))
+    assert stopped(tree) == {
+        'params': {'w': 0.0},
+        '_overwrite_with_gradient': {'scale': 1.0},
+    }

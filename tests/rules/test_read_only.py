@@ -13,11 +13,11 @@ import pytest
 from flax import linen
 from flax.core import apply
 
-import oracle
-from extents import EXTENTS
 from flax_sg import core, errors
 from flax_sg import linen as nn
-from oracle import assert_same
+from tests.helpers import oracle
+from tests.helpers.extents import EXTENTS
+from tests.helpers.oracle import assert_same
 
 X = jnp.array([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]])
 KEY = jax.random.key(0)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 import flax_sg
-import oracle
-from extents import EXTENTS
 from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules, substitutes
+from tests.helpers import oracle
+from tests.helpers.extents import EXTENTS
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

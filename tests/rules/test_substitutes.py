@@ -17,13 +17,12 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-import oracle
-import stepwise
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.testing import optimized_hlo
-from oracle import assert_same, assert_same_function
+from tests.helpers import oracle, stepwise
+from tests.helpers.oracle import assert_same, assert_same_function
 
 X = jnp.array([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]])
 KEY = jax.random.key(0)

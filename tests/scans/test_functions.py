@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from flax import linen
 
-import oracle
-import programs
 from benchmarks import few_bits
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import oracle, programs
 
 DEPTH, RANK = 8, 2
 SCALE = 1 / 127

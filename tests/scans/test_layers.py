@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 from flax import linen
 
-import oracle
-import programs
-import stepwise
 from flax_sg import errors, testing
 from flax_sg import linen as nn
+from tests.helpers import oracle, programs, stepwise
 
 DEPTH, WIDTH = 5, 4
 X = jax.random.normal(jax.random.key(0), (3, WIDTH))
@@ -150,7 +148,6 @@ def results(net: Net, variables: Any, stop: Callable[[Any], Any] = lambda p: p) 
     return stepwise.evaluate(grad, variables['params'], X)
 
 
-@pytest.mark.slow
 # Of the others see test_layers.
 @pytest.mark.every_case
 @pytest.mark.parametrize('case', ['other axes', 'remat policy', 'nested', 'carried'])
@@ -303,7 +300,6 @@ class Costs:
         return jnp.mean(x**2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('remat', [False, True])
 def test_the_program_is_that_of_two_scans_by_hand(remat):
     costs = Costs(remat=remat)

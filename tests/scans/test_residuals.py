@@ -11,11 +11,10 @@ import pytest
 from flax import linen
 from jax.experimental import io_callback
 
-import oracle
-import programs
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.internals import lifting
+from tests.helpers import oracle, programs
 
 WIDTH, DEPTH, RANK = 64, 8, 2
 X = jnp.linspace(-1.0, 1.0, 4 * WIDTH).reshape(4, WIDTH)

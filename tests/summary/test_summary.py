@@ -9,11 +9,11 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-import oracle
 from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.rendering.text import amount
+from tests.helpers import oracle
 
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -241,6 +241,20 @@ class Lifted(linen.Module):
         x = linen.jit(linen.Dense)(4, name='jit')(x)
         x, _ = linen.scan(Cell, length=3, **oracle.STACKED)(name='scan')(x, None)
         return linen.WeightNorm(linen.Dense(2, name='dense'), name='norm')(x)
+
+
+def test_a_second_table_has_the_classes_of_the_first():
+    """JAX keeps the trace of a compiled module, in which nobody is called."""
+    jitted = linen.jit(linen.Dense)
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return jitted(4)(x)
+
+    tables = [str(sg.tabulate(Model(), X)) for _ in range(2)]
+    assert tables[0] == tables[1]
+    assert 'Dense ' in tables[0]
 
 
 @pytest.mark.parametrize('wrap', [lambda cls: cls, linen.jit])

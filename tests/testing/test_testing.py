@@ -10,7 +10,7 @@ from flax import linen as fnn
 
 from flax_sg import errors, testing
 from flax_sg.internals import jaxprs
-from reports import LINE, LOSSES, WAY, report
+from tests.helpers.reports import LINE, LOSSES, WAY, report
 
 pytestmark = pytest.mark.every_case
 

@@ -16,11 +16,11 @@ from flax.core.meta import Partitioned
 from jax import export
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg.filters import BoolTree, Glob, Or
 from flax_sg.trees.beside import beside
 from flax_sg.trees.leaves import leaves_of
+from tests.helpers import oracle
 
 pytestmark = pytest.mark.every_case
 

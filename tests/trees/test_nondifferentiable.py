@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg.trees import nondifferentiable
+from tests.helpers import oracle
 
 ND = sg.NonDifferentiable
 

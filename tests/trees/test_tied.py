@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import flax_sg as sg
-import oracle
 from flax_sg.filters import as_filter
 from flax_sg.trees.leaves import Leaves
 from flax_sg.trees.tied import each_once
+from tests.helpers import oracle
 
 
 class Layer(nnx.Module):

@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors
 from flax_sg.trees import trainable
 from flax_sg.trees.leaves import leaves_of
+from tests.helpers import oracle
 
 
 @sg.trainable('kernel', 'bias')

@@ -12,10 +12,10 @@ from flax.core import freeze
 from flax.core.meta import Partitioned
 
 import flax_sg as sg
-import oracle
 from flax_sg import errors, linen
 from flax_sg.filters import paths
 from flax_sg.trees import leaves
+from tests.helpers import oracle
 
 pytestmark = pytest.mark.every_case
 

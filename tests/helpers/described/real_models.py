@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from described import models
-from described.language import Use
-from described.modules import LEAVES, Affine, param
-from described.real import Real, filter_of, rewrite_of
 from flax_sg import linen as nn
+from tests.helpers.described import models
+from tests.helpers.described.language import Use
+from tests.helpers.described.modules import LEAVES, Affine, param
+from tests.helpers.described.real import Real, filter_of, rewrite_of
 
 VALUES = ('params', 'ema')
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from oracle import by_path, names_of
+from tests.helpers.oracle import by_path, names_of
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, path_aware_map
 
-from described.language import Block, Interpreter, Path, Where, left
+from tests.helpers.described.language import Block, Interpreter, Path, Where, left
 
 
 def warped(value: jax.Array) -> jax.Array:

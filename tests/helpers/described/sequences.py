@@ -19,12 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import oracle
-import stepwise
-from described import nets
-from described.by_hand import Values
-from described.caches import Caches, Open
-from described.language import (
+from flax_sg import errors
+from tests.helpers import oracle, stepwise
+from tests.helpers.described import nets
+from tests.helpers.described.by_hand import Values
+from tests.helpers.described.caches import Caches, Open
+from tests.helpers.described.language import (
     EVERYTHING,
     Block,
     LeaveError,
@@ -33,9 +33,15 @@ from described.language import (
     Where,
     left,
 )
-from described.nets import CHILDREN, KINDS, NET_PARAMS, PAIR_PARAMS, RAW, X
-from described.real import SWITCH, Real
-from flax_sg import errors
+from tests.helpers.described.nets import (
+    CHILDREN,
+    KINDS,
+    NET_PARAMS,
+    PAIR_PARAMS,
+    RAW,
+    X,
+)
+from tests.helpers.described.real import SWITCH, Real
 
 KERNELS = Where('name', ('kernel',), 'glob')
 ENC = Where('under', ('enc',), 'regex')

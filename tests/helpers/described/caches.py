@@ -6,9 +6,9 @@ import dataclasses
 import threading
 from typing import Any
 
-from described.language import Block, Path
-from described.nets import NET_PATHS, PAIR_PATHS
 from flax_sg.engine import numbers
+from tests.helpers.described.language import Block, Path
+from tests.helpers.described.nets import NET_PATHS, PAIR_PATHS
 
 
 def forget_contexts() -> None:

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from described.by_hand import warped
-from described.language import Block, Interpreter, Program, Where, left
 from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.engine.blocks import thread
 from flax_sg.internals import tracing
+from tests.helpers.described.by_hand import warped
+from tests.helpers.described.language import Block, Interpreter, Program, Where, left
 
 
 @dataclasses.dataclass

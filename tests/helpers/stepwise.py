@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-import oracle
 from flax_sg.internals import jaxprs
+from tests.helpers import oracle
 
 
 def evaluate(fn: Callable[..., Any], *args: Any) -> Any:

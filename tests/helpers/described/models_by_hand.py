@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import path_aware_map
 
-from described import models
-from described.by_hand import ByHand, Values
-from described.language import Path, Use
-from described.modules import LEAVES
+from tests.helpers.described import models
+from tests.helpers.described.by_hand import ByHand, Values
+from tests.helpers.described.language import Path, Use
+from tests.helpers.described.modules import LEAVES
 
 
 def at(tree: Any, path: Path) -> Any:

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-import oracle
-import stepwise
-from described import language
-from described.by_hand import ByHand, Values
-from described.language import (
+from tests.helpers import oracle, stepwise
+from tests.helpers.described import language
+from tests.helpers.described.by_hand import ByHand, Values
+from tests.helpers.described.language import (
     EVERYTHING,
     Block,
     Leave,
@@ -27,7 +26,7 @@ from described.language import (
     Where,
     without_blocks,
 )
-from described.real import Real
+from tests.helpers.described.real import Real
 
 X = jnp.array([1.0, 2.0, -1.0])
 STREAMS = ('params', 'noise', 'dropout')

@@ -16,7 +16,7 @@ import jax
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from described.language import (
+from tests.helpers.described.language import (
     EVERYTHING,
     Block,
     Interpreter,
@@ -27,7 +27,7 @@ from described.language import (
     Where,
     without_blocks,
 )
-from described.modules import LEAVES
+from tests.helpers.described.modules import LEAVES
 
 # Names that variables and modules in the models have.
 VARIABLES = ('w', 'b', 'kernel', 'bias', 'scale', 'A', 'p0', 'p1')

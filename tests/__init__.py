@@ -1,0 +1,1 @@
+"""The tests of flax_sg, and what they share."""
