@@ -663,6 +663,30 @@ def test_a_kept_value_of_another_model_in_blocks_one_after_the_other(filters, or
         assert jax.grad(loss)(params, number) == {'a': 1.0, 'b': 10.0}
 
 
+def test_a_kept_value_of_two_variables_depends_on_what_is_said_of_both():
+    class Sum(linen.Module):
+        def setup(self):
+            a, b = (self.param(name, linen.initializers.ones, ()) for name in 'ab')
+            self.kept = a + 10.0 * b
+
+    def outputs(params):
+        module = Sum().bind({'params': params})
+        run = jax.jit(lambda: module.kept * 1.0)
+        out = [module.kept]
+        for frozen in ({'b'}, set[str](), {'a'}, {'b'}):
+            where = lambda path, frozen=frozen: path.name in frozen  # noqa: E731
+            with nn.stop_gradient(where, unused='ignore'):
+                assert module.kept is not None  # Found before JAX traces ``run``.
+                out.append(run())
+        return jnp.stack(out[1:])
+
+    found = jax.jacobian(outputs)({'a': jnp.float32(2.0), 'b': jnp.float32(3.0)})
+    assert {name: rows.tolist() for name, rows in found.items()} == {
+        'a': [1.0, 1.0, 0.0, 1.0],
+        'b': [0.0, 10.0, 10.0, 0.0],
+    }
+
+
 def test_a_setup_that_a_class_gets_later():
     class Patched(linen.Module):
         def __call__(self, x):
