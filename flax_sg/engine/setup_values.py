@@ -250,8 +250,9 @@ class _SetupValues:
         if len(found) != 1:
             return None
         # Variables may share one array: then the one that was read is unknown.
-        leaves = jax.tree_util.tree_leaves(core_scopes.stored(scope.root))
-        return found[0] if sum(leaf is found[0][1] for leaf in leaves) == 1 else None
+        [(_, leaf)] = found
+        is_one = sum(other is leaf for other in jax.tree.leaves(stored)) == 1
+        return found[0] if is_one and id(leaf) not in self.root.tied else None
 
     def _made_again(self, name: str, made_in: Blocks) -> dict[str, Any]:
         """What ``setup`` makes in these blocks; empty if they change nothing."""
