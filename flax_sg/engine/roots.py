@@ -7,7 +7,6 @@ body of a lifted transform. So a scope carries its ``Root`` as a flag.
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 import weakref
@@ -115,13 +114,6 @@ class Root:
         return tracing.kept_trace(self.level)
 
     @functools.cached_property
-    def tied(self) -> dict[int, Any]:
-        """The leaves that several variables shared when this was asked first, by id."""
-        leaves = jax.tree.leaves([variables for _, variables in self.parts])
-        counts = collections.Counter(map(id, leaves))
-        return {id(leaf): leaf for leaf in leaves if counts[id(leaf)] > 1}
-
-    @functools.cached_property
     def setups(self) -> Setups:
         """The runs of ``setup`` of its modules."""
         return Setups()
@@ -156,7 +148,6 @@ class Root:
         """The copy of a bound module has a tree of its own."""
         new = copy.copy(self)
         memo[id(self)] = new
-        vars(new).pop('tied', None)
         new.tree = Tree(self.tree.depth)
         new.parts = copy.deepcopy(self.parts, memo)
         new.views, new.sown, new.setups, new.met_by = {}, set(), Setups(), set()

@@ -21,6 +21,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -249,10 +251,11 @@ class _SetupValues:
                     found += [(key, leaf)] * count
         if len(found) != 1:
             return None
-        # Variables may share one array: then the one that was read is unknown.
-        [(_, leaf)] = found
-        is_one = sum(other is leaf for other in jax.tree.leaves(stored)) == 1
-        return found[0] if is_one and id(leaf) not in self.root.tied else None
+        # Variables may share one array: then the one that was read is unknown. What is
+        # written makes new ones that do, so this is counted each time.
+        every = jax.tree.leaves(core_scopes.stored(scope.root))
+        same = map(operator.is_, every, itertools.repeat(found[0][1]))
+        return found[0] if sum(same) == 1 else None
 
     def _made_again(self, name: str, made_in: Blocks) -> dict[str, Any]:
         """What ``setup`` makes in these blocks; empty if they change nothing."""

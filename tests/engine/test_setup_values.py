@@ -418,6 +418,41 @@ def test_a_value_of_the_parent_that_is_the_same_array_as_the_stopped_parameter()
     oracle.assert_same([stopped, tied], [jnp.zeros(3), X])
 
 
+def test_a_variable_that_gets_the_array_of_a_parameter_later():
+    """After a block has looked at what another module keeps."""
+
+    class Keeps(nn.Module):
+        given: Any
+
+        def setup(self):
+            self.w = param(self, 'w')
+            self.kept = self.given
+
+        def __call__(self):
+            return self.w, self.kept
+
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self):
+            first = Keeps(X, name='first')
+            first()
+            with nn.stop_gradient('first/w'):
+                first()
+            state = self.variable('state', 's', lambda: X)
+            state.value = self.variables['params']['second']['w']
+            second = Keeps(state.value, name='second')
+            second()
+            with nn.stop_gradient('second/w'):
+                return second()
+
+    def fn(w):
+        params = {'first': {'w': 2 * w}, 'second': {'w': w}}
+        return Parent().apply({'params': params}, mutable=['state'])[0]
+
+    stopped, kept = jax.jvp(jax.jit(fn), (X,), (X,))[1]
+    oracle.assert_same([stopped, kept], [jnp.zeros(3), X])
+
+
 def test_a_value_that_setup_stops_stays_stopped_when_it_is_substituted():
     class Stops(nn.Module):
         def setup(self):
