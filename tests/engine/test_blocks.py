@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,10 +24,10 @@ from flax.core import Scope, freeze, lift
 
 from flax_sg import errors, filters
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, opening
+from flax_sg.engine import blocks
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
-from tests.helpers import oracle, stepwise
+from tests.helpers import left_over, oracle, stepwise
 from tests.helpers.described.language import Program
 from tests.helpers.described.modules import Affine, Kid, param
 from tests.helpers.described.uses import (
@@ -77,15 +77,7 @@ def frozen(fn: Any = apply, params: Any = PARAMS) -> str:
     return names
 
 
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    try:
-        assert_nothing_is_left()
-    finally:  # One failure, not one in every test that follows.
-        for block in blocks.thread.blocks[::-1]:
-            opening.close_block(block)
-        blocks.thread.set_blocks(())
+_clean = pytest.fixture(autouse=True)(left_over.checked_after_a_test)
 
 
 def test_the_union_of_nested_blocks_stops():

@@ -10,7 +10,7 @@ import copy
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,15 @@ import pytest
 import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.engine import blocks, judgement, opening
-from tests.helpers import oracle
+from flax_sg.engine import blocks, judgement
+from tests.helpers import left_over, oracle
 from tests.helpers.left_over import assert_nothing_is_left
 from tests.helpers.profile import LONG
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 
 
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    yield
-    try:
-        assert_nothing_is_left()
-    finally:  # One failure, not one in every test that follows.
-        for block in blocks.thread.blocks[::-1]:
-            opening.close_block(block)
-        blocks.thread.set_blocks(())
+_clean = pytest.fixture(autouse=True)(left_over.checked_after_a_test)
 
 
 class Ctrl(BaseException):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from flax_sg.engine import blocks, hooks, numbers
+from flax_sg.engine import blocks, hooks, numbers, opening
 from flax_sg.internals import patching, tracing
 
 
@@ -34,3 +34,14 @@ def assert_nothing_is_left() -> None:
     assert not list(held_numbers(numbers.NONE))
     assert tracing.user_context.value == 0
     assert hooked() == HOOKS
+
+
+def checked_after_a_test() -> Iterator[None]:
+    """A fixture. One failure is one, and not one in every test that follows."""
+    yield
+    try:
+        assert_nothing_is_left()
+    finally:
+        for block in blocks.thread.blocks[::-1]:
+            opening.close_block(block)
+        blocks.thread.set_blocks(())
