@@ -14,7 +14,7 @@ import numpy as np
 from flax_sg import filters
 from flax_sg.errors.texts import listed
 from flax_sg.filters import paths
-from flax_sg.flow.rows import alike, grouped, index, repeated, unique
+from flax_sg.flow.rows import alike, grouped, index, joined, qualified, repeated, unique
 from flax_sg.flow.uses import Use
 from flax_sg.flow.way import Way
 from flax_sg.rendering import text
@@ -105,7 +105,8 @@ class GradientFlow(Shown):
         parts: for each output, and in it for each parameter that is ``'partly'``
             trained, the part; None for the others.
         explain: for the numbers of a parameter and an output the way between them.
-        arguments: the numbers in the paths of several arguments, with their names.
+        arguments: the numbers in the paths of several arguments, with their names. The
+            table shows the names, and questions take them: ``why('loss', 'actor/w')``.
     """
 
     title = 'Which output trains which part'
@@ -177,7 +178,19 @@ class GradientFlow(Shown):
             places = [path.place for path in self.parameters]
             if parameter.place in places:
                 return places.index(parameter.place)
-        return index('parameter', parameter, self.names)
+        of = self._labels if parameter in self._labels else self.names
+        return index('parameter', parameter, of)
+
+    @functools.cached_property
+    def _labels(self) -> tuple[str, ...]:
+        """The names that are shown."""
+        return tuple(joined([*map(self._shown, qualified(self.parameters))]))
+
+    def _shown(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """A row's names, with that of the argument for its number."""
+        named = {str(n): name for n, name in self.arguments}
+        at = int(len({path.collection for path in self.parameters}) > 1)
+        return tuple(named.get(x, x) if n == at else x for n, x in enumerate(names))
 
     def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
         """How many elements of a parameter some outputs train, see ``trained``."""
@@ -283,6 +296,7 @@ class GradientFlow(Shown):
         else:
             of = self.by_module(depth).items()
             found = {tuple(filter(None, name.split('/'))): row for name, row in of}
+        found = {self._shown(names): row for names, row in found.items()}
         return Matrix(
             tuple(name for name, _ in columns),
             tuple(
@@ -305,13 +319,13 @@ class GradientFlow(Shown):
             for name, k in columns
         ]
         if self.arguments:
-            pairs = (f'{n} is {name}' for n, name in self.arguments)
-            lines.append(f'Of the arguments {", ".join(pairs)}.')
+            pairs = (f'{name} is {n}' for n, name in self.arguments)
+            lines.append(f'In paths and filters, {", ".join(pairs)}.')
         idle: dict[bool, list[str]] = {}
         for n in every:
             if not self.trained(n):
                 is_used = any(row[n] != UNUSED for row in self.status)
-                idle.setdefault(is_used, []).append(self.names[n])
+                idle.setdefault(is_used, []).append(self._labels[n])
         for is_used, names in idle.items():
             lines.append(
                 f'No output {"trains" if is_used else "uses"} {listed(names)}.'

@@ -22,8 +22,12 @@ def qualified(paths: Sequence[Path]) -> list[tuple[str, ...]]:
 
 
 def unique(paths: Sequence[Path]) -> list[str]:
-    """A name for each path: the names in it, told apart from a name with a slash."""
-    names = qualified(paths)
+    """A name for each path."""
+    return joined(qualified(paths))
+
+
+def joined(names: Sequence[tuple[str, ...]]) -> list[str]:
+    """Names in one text each, told apart from a name with a slash."""
     plain = list(map('/'.join, names))
     if len({*plain}) == len({*names}):
         return plain
