@@ -12,7 +12,7 @@ from benchmarks.accelerators.rows import Row
 # What each file holds, and the sizes it was made at.
 STUDIES = {
     'programs': 'Every workload on one chip, at the smallest size: two layers, 8 wide',
-    'chips': 'Every workload on one chip: transformers of two layers, 256 wide',
+    'chips': 'Two workloads on one chip: a transformer of two layers, 256 wide',
     'sharded': 'On several devices: four layers, 256 wide, four examples a device',
     'scale': 'At scale: fully sharded, one example of 2,048 tokens a chip',
     'memories': 'Frozen weights in the memory of the host: four layers, 512 wide',
