@@ -6,7 +6,10 @@ from benchmarks.accelerators.rows import Row
 
 # These are stops by hand; or, where whole arrays are frozen, the partition by hand.
 STOPS = ('nn.map_variables', 'hk.custom_getter', 'flax_sg block', 'flax_sg Frozen')
-PARTITIONS = ('equinox partition', 'nnx DiffState', 'flax_sg live', 'flax_sg grad')
+PARTITIONS = (
+    *('equinox partition', 'nnx DiffState', 'flax_sg grad, wrt='),
+    *('flax_sg live', 'flax_sg live, one jit', 'flax_sg Frozen, live'),
+)
 
 
 def check(found: Mapping[str, Sequence[Row]]) -> None:
@@ -20,9 +23,9 @@ def check(found: Mapping[str, Sequence[Row]]) -> None:
                 continue
             assert row.flops and row.peak, where
             is_split = study == 'scale' and way == 'flax_sg frozen_layers'
-            if way.startswith(STOPS) or is_split:
+            if way in STOPS or is_split:
                 assert row.program == 'stops', where
-            if way.startswith(PARTITIONS) and 'half' not in case:
+            if way in PARTITIONS and 'half' not in case:
                 assert row.program in ('stops', 'partition'), where
             if 'mask' in way and 'clip' not in way and 'one jit' not in way:
                 assert row.program == 'other', where
