@@ -149,7 +149,9 @@ def test_every_rule_for_gradients_has_a_row():
 
 @pytest.mark.parametrize('extent', EXTENTS)
 def test_every_extent(extent, capfd):
-    for rule, hand in RULES.values():
+    # In a block all of them; elsewhere they take turns.
+    rows, first = [*RULES.values()], [*EXTENTS].index(extent)
+    for rule, hand in rows if extent == 'block' else rows[first % 3 :: 3]:
         oracle.assert_same(
             gradients(functools.partial(EXTENTS[extent], rule), PARAMS, X),
             gradients(lambda p, x: Cell().apply({'params': hand(p)}, x), PARAMS, X),  # noqa: B023

@@ -21,6 +21,7 @@ from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.testing import optimized_hlo
 from tests.helpers import oracle, stepwise
 from tests.helpers.oracle import assert_same, assert_same_function
+from tests.helpers.turns import in_turn
 
 X = jnp.array([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]])
 KEY = jax.random.key(0)
@@ -129,8 +130,7 @@ class Model(linen.Module):
 
 
 # Of the other blocks see test_rewrites.py.
-@pytest.mark.parametrize('source', SOURCES)
-@pytest.mark.parametrize('extent', EXTENTS)
+@pytest.mark.parametrize(('source', 'extent'), in_turn(SOURCES, EXTENTS, times=2))
 def test_every_source_at_every_extent(extent, source) -> None:
     model = Model(EXTENTS[extent], source)
 
