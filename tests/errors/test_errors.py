@@ -198,10 +198,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         close_in_another_thread,
         "BlockError: test_errors.py:LINE | 'encoder/**'",
     ),
-    'suspended task': (
-        awaited,
-        "BlockError: tasks.py:LINE | 'encoder/**'",
-    ),
+    'suspended task': (awaited, "BlockError: tasks.py:LINE | 'encoder/**'"),
     'overlapping parts': (
         lambda: sg.combine({'a': {'w': X}}, {'a': {'w': 1.0}}),
         "StructureError: 'a/w'",
@@ -261,10 +258,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "ArgumentValueError: nn.Frozen(Dense(...), name='base') | "
         "nn.Frozen(Dense(..., name='base'))",
     ),
-    'state': (
-        lambda: nn.Frozen(MODEL, state='frozen'),
-        "ArgumentValueError: 'frozen'",
-    ),
+    'state': (lambda: nn.Frozen(MODEL, state='frozen'), "ArgumentValueError: 'frozen'"),
     'output': (
         lambda: sg.gradient_flow(returns_nothing, {'w': X}),
         'ArgumentTypeError: test_errors.py:LINE',
@@ -277,10 +271,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.mask({'v': X}, frozen=~sg.live(lambda p: p['w'], {'w': X})),
         "UnknownNameError: 'v' | 'w' | sg.mask(frozen=...)",
     ),
-    'versions': (
-        lacks_a_name,
-        "UnsupportedVersionError: 'Scope' | '_none'",
-    ),
+    'versions': (lacks_a_name, "UnsupportedVersionError: 'Scope' | '_none'"),
 }
 
 
