@@ -147,29 +147,6 @@ scan = functools.partial(
 )
 
 
-def test_in_the_body_of_a_scan():
-    class Body(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x, _):
-            x = self.wrap(Attends(name='attends'))(x, False)
-            return linen.Dropout(0.5, deterministic=False)(x), None
-
-    class Hand(linen.Module):
-        @linen.compact
-        def __call__(self, x, _):
-            x = Attends(name='attends')(x, True)
-            return linen.Dropout(0.5, deterministic=False)(x), None
-
-    variables = scan(Hand)().init(RNGS, X, None)
-    frozen = scan(Body)(functools.partial(nn.Frozen, state='eval'))
-    oracle.assert_same(
-        frozen.apply(variables, X, None, rngs=RNGS),
-        scan(Hand)().apply(variables, X, None, rngs=RNGS),
-    )
-
-
 @pytest.mark.parametrize('where', [True, 'attends/**'])
 def test_around_a_scan(where):
     class Body(linen.Module):
