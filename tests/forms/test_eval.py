@@ -11,6 +11,7 @@ from flax import linen
 from flax_sg import filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.turns import in_turn
 
 pytestmark = pytest.mark.every_case
 
@@ -88,13 +89,7 @@ def told(lift: str, off: tuple[bool, ...]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ('name', 'lift', 'wrap'),
-    [
-        (name, lift, (nn.Frozen, nn.mirror)[row % 2])
-        for row, name in enumerate(WHERE)
-        for column, lift in enumerate(LIFTS)
-        if (row + column) % 2 == 0
-    ],
+    ('name', 'lift', 'wrap'), in_turn(WHERE, LIFTS, (nn.Frozen, nn.mirror))
 )
 def test_dropout_is_off_where_the_filter_says(name, lift, wrap):
     where, off = WHERE[name]
