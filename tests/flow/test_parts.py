@@ -168,9 +168,10 @@ def stack(frozen: Any) -> linen.Module:
 
 @pytest.mark.usefixtures('standard_promotion')
 @pytest.mark.parametrize(
-    'frozen', [slice(0, 3), [0, 2], [0, 2, 4, 6], -1, [True] * 3 + [False] * 5]
+    ('frozen', 'transform'),
+    in_turn([slice(0, 3), [0, 2, 4, 6], -1, [True] * 3 + [False] * 5], TRANSFORMS),
 )
-def test_frozen_layers_of_a_scan(frozen):
+def test_frozen_layers_of_a_scan(frozen, transform):
     model, x = stack(frozen), jnp.ones(3)
     params = stack(None).init(jax.random.key(0), x, None)['params']
 
@@ -179,16 +180,13 @@ def test_frozen_layers_of_a_scan(frozen):
 
     stopped = np.zeros(8, bool)
     stopped[frozen] = True
-    for transform in TRANSFORMS.values():
-        new = trained(loss, params, transform())
-        for old, leaf in zip(
-            jax.tree.leaves(params), jax.tree.leaves(new), strict=True
-        ):
-            same = np.asarray(old == leaf).reshape(8, -1)
-            assert same.all(1).tolist() == same.any(1).tolist() == stopped.tolist()
-        state = sg.freeze(transform(), ~sg.live(loss, params)).init(params)
-        sizes = {len(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim}
-        assert sizes == {np.sum(~stopped)}
+    new = trained(loss, params, TRANSFORMS[transform]())
+    for old, leaf in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
+        same = np.asarray(old == leaf).reshape(8, -1)
+        assert same.all(1).tolist() == same.any(1).tolist() == stopped.tolist()
+    state = sg.freeze(TRANSFORMS[transform](), ~sg.live(loss, params)).init(params)
+    sizes = {len(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim}
+    assert sizes == {np.sum(~stopped)}
     table = sg.tabulate(model, x, None)
     live = int((~stopped).sum()) * 12
     assert table.splitlines()[-1].startswith(f'Trainable: {live} ({live * 4} B)')
