@@ -437,3 +437,29 @@ def test_frozen_kernels_cost_no_flops_beside_live_biases() -> None:
     fns = loss_of(biased({'**/kernel': slice(0, 12)})), loss_of(plain)
     flops = [programs.flops(jax.grad(fn), params, X) for fn in fns]
     assert flops[0] < 0.9 * flops[1], flops
+
+
+class Low(linen.Module):
+    """A layer whose parameters are of low precision."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        w = self.param('w', linen.initializers.ones, (), jnp.bfloat16)
+        return x + w, None
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_a_number_of_python_is_carried_in_the_dtype_of_the_layers():
+    def of(**options: Any) -> Any:
+        return stack_of(Low, length=4, in_axes=0, **options)
+
+    plain, frozen = of(), of(frozen_layers=slice(0, 2))
+    variables = plain.init(RNGS, 0.0, None)
+
+    def grad(stack: Any) -> Any:
+        return jax.value_and_grad(lambda v: stack.apply(v, 0.0, None)[0])(variables)
+
+    value, grads = grad(frozen)
+    oracle.assert_same(value, grad(plain)[0])
+    expected = grad(plain)[1]['params']['w'].at[:2].set(0)
+    oracle.assert_same(grads['params']['w'], expected)

@@ -341,3 +341,23 @@ def test_paths_of_a_tree_and_of_other_arguments():
     assert len(found) == 6
     with pytest.raises(errors.UnusedFilterError, match='nett'):
         sg.paths(Nested(), X, where='nett/**')
+
+
+class Stages(linen.Module):
+    """Stages of blocks, as in a ResNet; more than ten of some."""
+
+    @linen.compact
+    def __call__(self, x):
+        for stage, count in (('s_1', 2), ('s_2', 2), ('s_3', 12), ('tail', 11)):
+            for n in range(count):
+                x = linen.Dense(4, name=f'{stage}_{n}')(x)
+        return linen.Dense(4, name='tail_last')(x)
+
+
+def test_each_row_of_paths_is_a_filter_of_what_stands_in_it():
+    found = sg.paths(Stages(), X)
+    rows = [line.split()[0] for line in repr(found).splitlines()[2:]]
+    assert len(rows) < len(found)
+    filters = map(sg.filters.as_filter, rows)
+    taken = [one.path for where in filters for one in found if where(one.path)]
+    assert sorted(taken) == sorted(one.path for one in found)
