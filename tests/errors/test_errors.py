@@ -345,6 +345,7 @@ def test_the_class_and_the_names(case):
 FIXES = {case: row[2] for case, row in CASES.items() if len(row) > 2}
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('case', FIXES)
 def test_the_fix_of_the_message_works(case):
     """A snippet of the message, taken literally, or a program that does as it says."""

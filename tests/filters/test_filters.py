@@ -430,6 +430,7 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     (('encoder', 'kernel'), NET, "Did you mean 'encoder/**'?"),
     ('head', NET, "Did you mean 'head/**'?"),
     ('haed', NET, "Did you mean 'head/**'?"),
+    ('laeyr_7', [f'layer_{n}' for n in range(201)], "Did you mean 'layer_7'?"),
     ('fc/**', NET, "Nearest: 'encoder/fc/bias', 'encoder/fc/kernel'"),
     ('encoder.fc.kernel', NET, "Names are joined by '/': 'encoder/fc/kernel'."),
     ('!head/**', NET, "A glob has no '!': write ~filters.as_filter('head/**')."),

@@ -86,6 +86,7 @@ MASKS: list[tuple[Any, tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(('index', 'small'), MASKS)
 def test_masks_mean_what_numpy_means_and_are_small(index, small):
     expected = np.zeros((3, 4, 5), bool)

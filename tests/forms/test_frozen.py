@@ -472,11 +472,11 @@ class Adapter(linen.Module):
 
 
 MODELS: dict[str, Callable[[Wrap], Any]] = {
+    'shares its scope': model(lambda _, wrap, x: Adapter(wrap=wrap)(x)),
     'a frozen cell': model(
         lambda _, wrap, x: linen.RNN(wrap(linen.GRUCell(4)))(x[:, None])[:, 0]
     ),
     'cells from elsewhere': Cells,
-    'shares its scope': model(lambda _, wrap, x: Adapter(wrap=wrap)(x)),
 }
 
 

@@ -88,7 +88,7 @@ HELD = [CachedList, CachedModule, CachedVariable, Partial, BoundMethod, WithoutP
 
 
 @pytest.mark.parametrize(
-    ('where', 'make'), [*itertools.product(['body/*', True], HELD), (False, Partial)]
+    ('where', 'make'), [(False, Partial), *itertools.product(['body/*', True], HELD)]
 )
 def test_a_view_calls_its_own_layers(make, where):
     """What is remembered before the view is made is the model's own elsewhere."""

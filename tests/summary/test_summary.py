@@ -278,6 +278,11 @@ class Deep(linen.Module):
 runs: list[None] = []
 
 
+def test_long_names_of_classes_are_left_out():
+    model = type('Long' * 20, (linen.Dense,), {})(4)
+    assert shown(model)[0].split() == ['module', 'parameters', 'trainable', 'gradient']
+
+
 def test_layers_that_are_trained_and_not_are_two_rows():
     runs.clear()
     assert shown(Deep()) == [

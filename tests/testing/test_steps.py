@@ -87,6 +87,7 @@ def test_rows_are_told_from_the_rest(standard_promotion):
     assert said(found)['layers/w'] == ('partly', 'rows 0 to 5 stand still')
     assert said(found)['head'] == ('moves', '')
     assert 'layers/w   partly     rows 0 to 5 stand still' in str(found)
+    assert repr(found) == 'Moves(2 moves, 1 partly, 0 stuck, 0 drifts, 0 still)'
     # Too much is named, or too little.
     for where, lines in {
         'layers/**': ['It moves head.', 'head: its value changes.'],
