@@ -7,8 +7,6 @@ runs these tests. Elsewhere they are skipped.
 import functools
 import os
 import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -19,14 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_sg as sg
 from benchmarks import trainers
-from benchmarks.accelerators import (
-    compilers,
-    kernels,
-    results,
-    rows,
-    sharded,
-    tables,
-)
+from benchmarks.accelerators import compilers, kernels, results, rows, sharded, tables
 from benchmarks.accelerators.models import BACKBONE, Decoder
 from benchmarks.accelerators.rows import Row
 from benchmarks.accelerators.sharded import data_of
@@ -205,17 +196,3 @@ def test_rows_are_kept_and_written(tmp_path):
     assert page[-1] == '- sharded, v5p: LoRA; scan'
     [line] = [line for line in page if line.startswith('| x ')]
     assert line.endswith('| 2 all-reduce (5) | 0.50 |')
-
-
-def test_the_command_says_what_is_missing():
-    pytest.importorskip('equinox', reason='the command compares with other libraries')
-    done = subprocess.run(
-        [sys.executable, '-m', 'benchmarks.accelerators', 'cuda', '--topology', 'x'],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith('jax-cuda12-pjrt')
-    assert 'is not installed' in last or "makes no topology 'x'" in last

@@ -212,31 +212,6 @@ def vector(p: Any) -> Any:
 V = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, 4.0]), 'n': 2.0}
 
 
-def test_other_derivatives_are_those_of_the_part():
-    """Two lines of the FAQ, bit for bit what a split by hand gives."""
-    part, rest = sg.partition(V, ['a', 'n'])
-    live = {name: V[name] for name in 'an'}
-
-    def of_part(part):
-        return vector(sg.combine(part, rest))
-
-    def by_hand(live):
-        return vector({**V, **live})
-
-    for derivative in jax.jacrev, jax.jacfwd, jax.hessian:
-        found = jax.jit(derivative(of_part))(part)
-        expected = jax.jit(derivative(by_hand))(live)
-        oracle.assert_same(*map(jax.tree.leaves, (found, expected)))
-        assert found['u']['b'] is sg.ABSENT
-    push, push_by_hand = (
-        jax.linearize(of_part, part)[1],
-        jax.linearize(by_hand, live)[1],
-    )
-    oracle.assert_same(push(part), push_by_hand(live))
-    forward = jax.jvp(of_part, (part,), (part,))
-    oracle.assert_same(forward, jax.jvp(by_hand, (live,), (live,)))
-
-
 def test_back_is_called_several_times_and_leaves_a_jit():
     y, back = jax.jit(lambda p: sg.vjp(vector, p, wrt='a'))(V)
     expected, pull = jax.vjp(lambda a: vector({**V, 'a': a}), V['a'])
@@ -302,16 +277,6 @@ def test_the_program_is_that_of_the_split_by_hand():
     testing.assert_same_program(ours, hand, PARAMS)
     with pytest.raises(AssertionError):
         testing.assert_same_program(ours, jax.value_and_grad(loss), PARAMS)
-
-
-def test_a_filter_is_asked_when_the_gradient_runs():
-    names, p = ['a'], {'a': 2.0, 'b': 3.0}
-    gradient = sg.grad(lambda p: p['a'] * p['b'], wrt=lambda path: path in names)
-    assert gradient(p)['b'] is sg.ABSENT
-    names.append('b')
-    assert float(gradient(p)['b']) == 2.0
-    names.pop(0)
-    assert gradient(p)['a'] is sg.ABSENT
 
 
 @pytest.mark.usefixtures('leaks')
@@ -439,41 +404,11 @@ def test_of_tells_tied_arrays_apart():
     oracle.assert_same(got, jax.grad(lambda v: Tied().apply(v, x))(variables))
 
 
-def test_the_program_of_a_bound_module_is_that_without_one():
-    def script(params, x):
-        m = NET.bind({'params': params})
-        return sg.grad(lambda: jnp.sum(m(x) ** 2), of=m, wrt='head/**')()
-
-    def plain(params, x):
-        return {'params': sg.grad(loss, wrt='head/**')(params, x)}
-
-    testing.assert_same_program(script, plain, PARAMS, X)
-
-
-def test_of_obeys_the_blocks_inside():
-    m = NET.bind({'params': PARAMS})
-
-    def fun():
-        with nn.stop_gradient('neck/**'):
-            return jnp.sum(m(X) ** 2)
-
-    got = sg.grad(fun, of=m)()['params']
-    assert oracle.is_zero(got['neck'])
-    assert not oracle.is_zero(got['body'])
-
-
 CALLS = {
     'grad': lambda fun, p, **options: sg.grad(fun, **options)(p),
     'value_and_grad': lambda fun, p, **options: sg.value_and_grad(fun, **options)(p),
     'vjp': lambda fun, p, **options: sg.vjp(fun, p, **options)[1](1.0)[0],
 }
-
-
-def test_an_error_says_which_argument_it_comes_from():
-    for call in CALLS.values():
-        said = r"^wrt=...: Glob\('haed/\*\*'\) matches none of"
-        with pytest.raises(errors.UnusedFilterError, match=said):
-            call(loss, PARAMS, wrt='haed/**')
 
 
 def test_of_obeys_the_blocks_around():
@@ -507,24 +442,6 @@ def test_of_obeys_the_blocks_around():
 
 
 # What is given has to be what it seems.
-
-
-def stacked(p: Any) -> Any:
-    return jnp.stack([p['a'] ** 2, p['a']])
-
-
-@pytest.mark.parametrize('fun', [stacked, lambda p: (p['a'],), lambda p: (p['a'],) * 3])
-def test_an_auxiliary_output_is_one_of_a_pair(fun):
-    """In the words of JAX."""
-    for call in CALLS.values():
-        with pytest.raises(TypeError, match='two-element tuple'):
-            call(fun, {'a': 2.0}, has_aux=True)
-
-
-def test_an_argument_is_named_once():
-    for argnums in (0, 0), (0, -2), [1, 0, 1]:
-        with pytest.raises(errors.ArgumentTypeError, match='different positions of 2'):
-            sg.grad(jnp.multiply, argnums)(2.0, 3.0)
 
 
 @pytest.mark.parametrize('wrt', [[], (), set(), False, np.False_])

@@ -13,7 +13,6 @@ from tests.helpers import oracle
 
 SIZE = {'code_size': 3, 'hidden': 8, 'sampler_steps': 2}
 SMALL = demo.DigitModel(**SIZE)
-KEY = jax.random.key(5)
 
 
 @pytest.fixture(scope='module')

@@ -20,13 +20,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen
-from flax.core import Scope, freeze, lift
+from flax.core import Scope, freeze
 
-from flax_sg import errors, filters
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
-from flax_sg.forms.block_decorator import BlockDecorator
-from flax_sg.rules import rules
 from tests.helpers import left_over, oracle, stepwise
 from tests.helpers.described.language import Program
 from tests.helpers.described.modules import Affine, Kid, param
@@ -93,99 +91,10 @@ def test_the_union_of_nested_blocks_stops():
         assert frozen() == ''
 
 
-def test_modules_open_blocks_in_each_other():
-    # Each of them sees its own parameters by its own names.
-    class Inner(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('kernel'):
-                kernel = self.param('kernel', fnn.initializers.ones, (3, 3))
-                bias = self.param('bias', fnn.initializers.ones, (1, 3))
-                return x @ kernel + bias
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('one/bias'):
-                x = Inner(name='two')(Inner(name='one')(x))
-            return x * self.param('kernel', fnn.initializers.ones, (1, 3))
-
-    params = Outer().init(jax.random.key(0), ROWS)['params']
-    stopped = {'one/kernel', 'one/bias', 'two/kernel'}
-
-    def by_hand(params):
-        p = oracle.stopped(params, lambda path: path in stopped)
-        x = ROWS
-        for name in ('one', 'two'):
-            x = x @ p[name]['kernel'] + p[name]['bias']
-        return x * p['kernel']
-
-    oracle.assert_same_grads(
-        lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
-    )
-
-
 # Whose paths a block speaks of.
 
 
-@pytest.mark.parametrize('lift', [fnn.remat, fnn.jit])
-def test_a_module_beside_the_one_that_opened_the_block_in_a_lifted_body(lift):
-    class Opener(fnn.Module):
-        other: Any
-
-        @fnn.compact
-        def __call__(self, x):
-            own = fnn.Dense(3, use_bias=False, name='own')
-            with nn.stop_gradient(['/other/*', 'own/kernel']):
-                return own(self.other(x))
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            other = fnn.Dense(3, name='other')
-            x = fnn.Dense(3, use_bias=False, name='own')(x)
-            return lift(Opener)(other, name='opener')(x)
-
-    params = Outer().init(jax.random.key(0), ROWS)['params']
-
-    def by_hand(params):
-        kept = {'own': params['own']}
-        params = {**jax.lax.stop_gradient(params), **kept}
-        x = ROWS @ params['own']['kernel']
-        x = fnn.Dense(3).apply({'params': params['other']}, x)
-        return x @ params['opener']['own']['kernel']
-
-    oracle.assert_same_grads(
-        lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
-    )
-
-
 # Ways out of a block.
-
-
-class Stop(BaseException):
-    """No Exception, as KeyboardInterrupt is none."""
-
-
-@pytest.mark.parametrize(('error', 'depth'), [(ValueError, 3), (Stop, 1)])
-def test_an_exception_leaves_everything_as_it_was(error, depth):
-    bound = MODEL.bind({'params': PARAMS})
-    raised = error('on purpose')
-
-    def deeper(n):
-        if n == 0:
-            assert frozen() == 'a'
-            bound(ROWS)
-            raise raised
-        with nn.stop_gradient('a/**'):
-            deeper(n - 1)
-
-    with pytest.raises(error) as caught:
-        deeper(depth)
-    assert caught.value is raised
-    assert_nothing_is_left()
-    assert frozen(lambda p: MODEL.clone().apply({'params': p}, ROWS)) == ''
-    oracle.assert_same(bound(ROWS), apply(PARAMS))
 
 
 # Generators: a block may be held open by code that is not running.
@@ -225,33 +134,6 @@ def in_another_thread(fn: Any) -> Any:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(fn)
         return future.exception() or future.result()
-
-
-def _in_two_blocks():
-    with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
-        yield frozen()
-        yield frozen()
-
-
-def test_generators_in_two_blocks_closed_in_another_order():
-    first, second = _directly(), _in_two_blocks()
-    assert (next(first), next(second)) == ('a', 'ab')
-    assert next(first) == 'ab'
-    with pytest.raises(errors.BlockError, match='still open'):
-        next(first)
-    # The first is closed all the same, and the others are still open.
-    assert frozen() == 'ab'
-    second.close()
-
-
-def test_a_block_closed_twice_or_never_opened():
-    where = nn.stop_gradient('a/**')
-    with pytest.raises(errors.BlockError):
-        where.__exit__(None, None, None)
-    with where:
-        apply(PARAMS)
-    with pytest.raises(errors.BlockError):
-        where.__exit__(None, None, None)
 
 
 def test_a_block_closed_by_another_thread_or_read_there():
@@ -306,55 +188,6 @@ def test_a_read_by_another_task_while_a_block_is_open():
     beside_a_block(reads)
 
 
-def test_a_block_opened_by_another_task_while_one_is_open():
-    def opens():
-        with pytest.raises(errors.BlockError), nn.stop_gradient('b/**'):
-            frozen()
-
-    beside_a_block(opens)
-
-
-def test_a_block_closed_by_another_task():
-    where = nn.stop_gradient('a/**')
-
-    async def opens():
-        where.__enter__()
-
-    async def main():
-        await asyncio.create_task(opens())
-        with pytest.raises(errors.BlockError):
-            where.__exit__(None, None, None)
-        return frozen()
-
-    assert asyncio.run(main()) == ''
-
-
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
-def test_a_predicate_that_raises(error):
-    def where(path):
-        if path.startswith('b'):
-            raise error('on purpose')
-        return True
-
-    with pytest.raises(error, match='on purpose'), nn.stop_gradient(where):
-        apply(PARAMS)
-
-
-def test_a_predicate_that_raises_for_what_is_only_looked_at_in_the_end():
-    class Half(Model):
-        def __call__(self, x):
-            with nn.stop_gradient(where):
-                return self.a(x)
-
-    def where(path):
-        if path.startswith('b'):
-            raise ValueError('on purpose')
-        return False
-
-    with pytest.raises(ValueError, match='on purpose'):
-        Half().apply({'params': PARAMS}, ROWS)
-
-
 def test_a_predicate_that_reads_variables_itself():
     bound = MODEL.bind({'params': PARAMS})
 
@@ -388,22 +221,6 @@ def test_a_function_for_values_reads_what_is_outside_of_its_block():
         return [a + b, b + b]
 
     oracle.assert_same_grads(read, by_hand, PARAMS)
-
-
-def test_the_stack_of_frames_is_not_kept_alive():
-    # A block looks at frames when it opens; holding one would hold all its locals.
-    class Big:
-        pass
-
-    def opens():
-        big = Big()
-        with nn.stop_gradient('a/**'):
-            apply(PARAMS)
-        return weakref.ref(big)
-
-    ref = opens()
-    gc.collect()
-    assert ref() is None
 
 
 def test_a_variable_that_there_is_not_in_a_block():
@@ -443,45 +260,6 @@ def test_a_user_context_of_the_user_is_left_alone():
     assert seen == ['outer', 'inner', 'outer', 'none']
 
 
-class Fails(rules.StopGradient):
-    """A rule that cannot be put into the keys of JAX's caches."""
-
-    def __init__(self, error):
-        object.__setattr__(self, 'error', error)
-
-    def key(self):
-        raise self.error
-
-
-@pytest.mark.parametrize(
-    ('error', 'inside'), [(ValueError, True), (KeyboardInterrupt, False)]
-)
-def test_an_error_while_a_block_opens(error, inside):
-    raised = error('on purpose')
-    block = BlockDecorator(filters.as_filter('bias'), Fails(raised))
-    outer = nn.stop_gradient('kernel') if inside else contextlib.nullcontext()
-    with outer:
-        with pytest.raises(error) as caught, block:
-            pytest.fail('the body must not run')
-        assert caught.value is raised
-        grads = jax.grad(lambda p: jnp.sum(dense(p)))(OF_DENSE)
-        assert oracle.is_zero(grads['kernel']) == inside
-        assert not oracle.is_zero(grads['bias'])
-
-
-def test_a_long_block_frees_the_trees_it_has_seen():
-    refs = []
-    with nn.stop_gradient('kernel'):
-        for i in range(3):
-            params = jax.tree.map(lambda p, i=i: p + i, OF_DENSE)
-            refs.append(weakref.ref(params['kernel']))
-            jax.grad(lambda p: jnp.sum(dense(p)))(params)
-            del params
-        gc.collect()
-        assert [ref() for ref in refs] == [None] * 3
-        assert list(blocks.thread.blocks[0].roots) == []
-
-
 def test_modules_that_are_bound_one_after_the_other_in_a_block():
     """Each is gone with its turn, and what nobody reads of it counts as met."""
     refs = []
@@ -509,16 +287,6 @@ def test_a_module_that_is_older_than_the_block_and_ends_in_it():
         nn.stop_gradient('bias'),
     ):
         bound.pop().get_variable('params', 'kernel')
-
-
-@pytest.mark.usefixtures('leaks')
-def test_a_module_bound_in_a_compiled_function():
-    with nn.stop_gradient('bias'):
-        grads = jax.jit(jax.grad(lambda p: jnp.sum(DENSE.bind({'params': p})(ROWS))))(
-            OF_DENSE
-        )
-    assert oracle.is_zero(grads['bias'])
-    assert not oracle.is_zero(grads['kernel'])
 
 
 def test_a_module_keeps_the_depth_of_the_apply_that_bound_it():
@@ -589,17 +357,6 @@ def made_at_first_use(module):
     return use
 
 
-def own_params(module):
-    made = []
-
-    def use(x):
-        made.append(None)
-        own = module.param(f'w{len(made)}', linen.initializers.normal(), (3,))
-        return x * own * own
-
-    return use
-
-
 def closure(module):
     kid = Kid(name='kid')
 
@@ -647,30 +404,6 @@ def dropped(module, x):
     kid, drop = module.kid
     noise = jax.random.bernoulli(module.make_rng('noise'), shape=(3,))
     return drop(kid(x)) * noise.astype(x.dtype)
-
-
-def lifted_function(module, x):
-    """One that closes over the module, and one that does not."""
-    x = module.kid(x)
-    closed = nn.remat(lambda kid, x: module.kid.w2 * x)(module.kid, x)
-    return closed * nn.remat(lambda module, x: module.kid(x))(module, x)
-
-
-def another_apply(module, x):
-    module.kid(x)
-    return Kid(parent=None).apply(module.kid.variables, x)
-
-
-def core_function(module):
-    """A function of a scope, as modules of ``flax.core`` are."""
-
-    def dense(scope, x):
-        w = scope.param('w', linen.initializers.normal(), (3,))
-        return x * w + scope.variable('params', 'b', lambda: jnp.ones(3)).value
-
-    scope = module.scope.push('lifted')
-    child = module.scope.child(dense, 'child')
-    return lambda x: child(x) * lift.checkpoint(dense)(scope.rewound(), x)
 
 
 def raw_transforms(module, x):
@@ -763,7 +496,6 @@ def a_dict(module):
 
 ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     'made at first use': before(made_at_first_use),
-    'own params': before(own_params),
     'in dict': kept(a_dict, lambda m, x: m.kid['a'](x) * m.kid['b']['c'](x)),
     'fields': lambda program: InFields(program, {'a': Kid(), 'b': [nn.Dense(3)]}),
     'closure': before(closure),
@@ -780,9 +512,6 @@ ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     'dropout': kept(lambda m: (Kid(), nn.Dropout(0.5, deterministic=False)), dropped),
     # The attribute of a lifted module is read past its transform.
     'lifted child': kept(lambda m: nn.remat(Kid)(), lambda m, x: m.kid(x) * m.kid.w2),
-    'lifted function': kept(a_kid, lifted_function),
-    'another apply': kept(a_kid, another_apply),
-    'core function': before(core_function),
 }
 
 routes = pytest.mark.parametrize('make', ROUTES.values(), ids=list(ROUTES))
@@ -991,30 +720,6 @@ def test_rule_8_a_stopped_value_may_be_a_plain_array():
     assert written['params']['b'] is PARTS['w']
 
 
-@pytest.mark.usefixtures('leaks')
-@pytest.mark.parametrize(
-    ('mutable', 'where'), [(False, True), (['params', 'intermediates'], 'kid/w')]
-)
-def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
-    """It reads the variables after the scope was invalidated; and keeps no tracer."""
-
-    def body(module, x):
-        kid = Kid(name='kid')
-        with nn.stop_gradient(where):
-            y = kid(x) + jnp.sum(module.variables['params']['kid']['w'])
-            kid.sow('intermediates', 'y', y)
-        return y
-
-    def fn(params):
-        return done(body, {'kid': params}, X, mutable)
-
-    out, pull_back = jax.vjp(jax.jit(fn), PARTS)
-    if mutable:
-        ones = jax.tree.map(jnp.zeros_like, out)
-        ones[1]['params'] = {'kid': PARTS}
-        oracle.assert_same(pull_back(ones)[0], PARTS)
-
-
 def test_rule_10_a_bound_module_keeps_nothing_of_a_closed_block():
     """Its scope is never invalidated."""
     stopped = []
@@ -1160,17 +865,6 @@ def mounted(
     return lambda where: Mount(Named(where, make, collections))
 
 
-def applies_another() -> Callable[[Any], Any]:
-    kid = Kid(name='kid')
-    return lambda x: kid(x) * Other().apply({'params': {'other': {'w': x, 'b': x}}}, x)
-
-
-class Other(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return Kid(name='other')(x)
-
-
 class InLifted(nn.Module):
     """Opens the block in the body of a lifted function of a module."""
 
@@ -1200,11 +894,6 @@ PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
             (f'/cell/{path}', f'cell/{path}')
             for path in ('i/kernel', 'i/bias', 'h/kernel')
         },
-    ),
-    'another done': (
-        mounted(applies_another),
-        # It sees what it is given.
-        in_enc('kid/w', 'kid/b'),
     ),
     # What is lifted becomes a method of the module that it is a function of.
     'in a lifted function of a child': (

@@ -7,7 +7,6 @@ them for what is read beside it.
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,10 +66,6 @@ def takes(path: Any) -> bool:
 # A block, and what it does to what it takes.
 BLOCKS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     'stop': (lambda: nn.stop_gradient(takes), jax.lax.stop_gradient),
-    'only': (
-        lambda: nn.train_only(lambda path: not takes(path), unused='ignore'),
-        jax.lax.stop_gradient,
-    ),
     'substitute': (
         lambda: nn.substitute(lambda path, leaf: 2.0 * leaf, where=takes),
         lambda leaf: 2.0 * leaf,
@@ -171,13 +166,12 @@ def selected(path: Any) -> bool:
 def test_a_body_reads_what_the_block_shows(make, lift):
     """Eager and jitted, by ``apply`` and ``bind``, however the body gets at it."""
     variables = variables_of(make)
-    cases = [*enumerate(itertools.product(REACHES, BLOCKS))]
-    # The root and the submodule share them.
-    for n, (reach, kind) in cases[make is Mount :: 2]:
-        block, by_hand = BLOCKS[kind]
-        # Each reach and each kind of block meets each place, and each use.
-        places = PLACES[(n + n // 3) % 3]
-        use = (applied, called, jitted)[(n + n // 9) % 3]
+    row, kinds = [*LIFTS].index(lift) + (make is Mount), [*BLOCKS]
+    for n, reach in enumerate(REACHES):
+        # The kinds, the places and the uses take turns.
+        block, by_hand = BLOCKS[kinds[(n + row) % len(kinds)]]
+        places = PLACES[(n + row // 2) % 3]
+        use = (applied, called, jitted)[(n + n // 3 + row) % 3]
         act = by_hand if sum(places) == 1 else lambda leaf, f=by_hand: f(f(leaf))
 
         def changed(path: Any, leaf: Any, act: Any = act) -> Any:

@@ -94,14 +94,6 @@ def cached(kind: str) -> Callable[..., Any]:
     return AROUND[kind](lambda params, x: apply(params, x))
 
 
-# Made once, outside of every block: under each filter JAX compiles all anew.
-COTANGENT = jnp.asarray([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-
-
-def pull_back(fn: Callable[..., Any]) -> Any:
-    return jax.vjp(fn, PARAMS, X)[1](COTANGENT)
-
-
 @pytest.mark.parametrize('kind', AROUND)
 def test_a_transform_of_a_function_with_a_block_in_it(kind):
     def blocked(params, x):
@@ -229,19 +221,13 @@ class Compact(fnn.Module):
             return ruled(x, weight)
 
 
-def mapped(how: str, name: str) -> fnn.Module:
-    return fnn.map_variables(Compact, 'params', init=False)(how, name=name)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('make', [Compact, mapped])
-def test_the_rule_of_a_custom_vjp_belongs_to_the_module_that_opened_the_block(make):
+def test_the_rule_of_a_custom_vjp_belongs_to_the_module_that_opened_the_block():
     class Outer(fnn.Module):
         how: str
 
         @fnn.compact
         def __call__(self, x):
-            return make(self.how, name='part')(x) + make(self.how, name='other')(x)
+            return sum(Compact(self.how, name=name)(x) for name in ('part', 'other'))
 
     def slope(how):
         def fn(params, x):
@@ -325,32 +311,6 @@ def counting_tanh() -> Any:
         return jnp.tanh(x)
 
     return tanh
-
-
-@pytest.mark.parametrize(('by', 'traces'), [('values', 2), ('functions', 6)])
-def test_a_rewrite_as_a_field_of_a_jitted_class(by, traces):
-    # Functions are compared by identity there, as in all fields of Flax.
-    class Frozen(fnn.Module):
-        block: Any
-
-        @fnn.compact
-        def __call__(self, x):
-            TRACES.append(None)
-            with self.block:
-                return jnp.tanh(fnn.Dense(3, name='dense')(x))
-
-    jitted = fnn.jit(Frozen)
-
-    def fresh(name):
-        by_name = f'**/{name}' if by == 'values' else lambda path: path.name == name
-        return nn.stop_gradient(by_name)
-
-    for name in ('kernel', 'bias') * 3:
-        apply = jitted(fresh(name)).apply
-        grads = jax.grad(lambda v, apply=apply: jnp.sum(apply(v, X)))
-        found = grads({'params': PARAMS})['params']['dense']
-        assert [k for k, g in sorted(found.items()) if oracle.is_zero(g)] == [name]
-    assert len(TRACES) == traces
 
 
 def test_a_jitted_class_in_a_scan_in_a_block_is_traced_once():
@@ -451,25 +411,6 @@ def test_what_jitted_modules_make_shares_a_trace_unless_names_tell_it_apart(
         found, _ = made(jax.random.key(0), X)
     assert len(TRACES) == traces
     oracle.assert_same(found, jnp.full_like(X, gradient))
-
-
-def test_equal_filters_of_two_modules_share_what_is_traced():
-    """Or every jitted helper would be traced again for each module of a large model."""
-    helper = counting_tanh()
-
-    class Opener(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('dense/kernel'):
-                return helper(fnn.Dense(3, name='dense')(x))
-
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Opener(name='b')(Opener(name='a')(x))
-
-    Model().init(jax.random.key(0), X)
-    assert len(TRACES) == 1
 
 
 @pytest.mark.parametrize('order', ['ab', 'ba'])
@@ -598,23 +539,6 @@ def scan_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: lax.scan(body, x, None, length=1)[0]
 
 
-def test_a_thread_opens_a_block_while_another_has_none():
-    def frozen():
-        with nn.stop_gradient('dense/**'):
-            entered.set()
-            assert leave.wait(30)
-            return jax.grad(summed)(PARAMS)
-
-    entered, leave = threading.Event(), threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(frozen)
-        assert entered.wait(30)
-        mine = jax.grad(summed)(PARAMS)
-        leave.set()
-    assert oracle.is_zero(theirs.result())
-    assert not oracle.is_zero(mine)
-
-
 @dataclasses.dataclass(frozen=True)
 class Zeros(rules.Rule):
     """Reads see zeros: a rule that shows in values."""
@@ -676,60 +600,51 @@ def test_two_threads_share_a_jitted_closure(first, opens):
     oracle.assert_same(found, expected)
 
 
-def test_two_open_blocks_with_functions_of_the_same_code():
-    """Both are open before one of them is asked: neither finds the other's trace."""
-
-    def of(name):
-        return nn.stop_gradient(lambda path: path.name == name)
-
-    def stopped():
-        grads = loss(PARAMS)['dense']
-        return [name for name, grad in grads.items() if oracle.is_zero(grad)]
-
-    loss = jax.jit(jax.grad(summed))
-    with ThreadPoolExecutor(1) as pool, of('kernel'):
-        theirs = of('bias')
-        pool.submit(theirs.__enter__).result()
-        mine = stopped()
-        assert pool.submit(stopped).result() == ['bias']
-        assert stopped() == mine == ['kernel']
-        pool.submit(theirs.__exit__, None, None, None).result()
+def called(name: str) -> Any:
+    return nn.stop_gradient(lambda path: path.name == name)
 
 
-def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
-    class HasW(fnn.Module):
-        def __call__(self):
-            return self.get_variable('params', 'w')
+# Two blocks, and what each makes of the gradients of kernel and bias.
+RIVALS: dict[str, list[tuple[Callable[[], Any], tuple[float, float]]]] = {
+    'functions of one code': [
+        (lambda: called('kernel'), (0.0, 1.0)),
+        (lambda: called('bias'), (1.0, 0.0)),
+    ],
+    'two rules of one filter': [
+        (lambda: nn.stop_gradient('dense/kernel'), (0.0, 1.0)),
+        (lambda: nn.scale_gradient('dense/kernel', 2.0), (2.0, 1.0)),
+    ],
+}
 
-    stored = {'w': jnp.array(2.0)}
 
-    def w():
-        return HasW().apply({'params': stored})
+@pytest.mark.parametrize('name', RIVALS)
+@pytest.mark.parametrize('turned', [False, True])
+def test_two_blocks_are_open_before_either_has_read_anything(name, turned):
+    """In two threads: neither finds the other's trace."""
+    forget_contexts()
+    (mine, of_mine), (theirs, of_theirs) = RIVALS[name][:: -1 if turned else 1]
+    plain, fn = jax.grad(summed)(PARAMS)['dense'], jax.jit(jax.grad(summed))
 
-    @jax.custom_vjp
-    def fn(x):
-        return w() * x
+    def check(factors: tuple[float, float]) -> None:
+        found = fn(PARAMS)['dense']
+        for leaf, factor in zip(('kernel', 'bias'), factors, strict=True):
+            assert jnp.allclose(found[leaf], factor * plain[leaf])
 
-    fn.defvjp(lambda x: (fn(x), None), lambda _, ct: (w() * ct,))
-
-    @jax.jit
-    def loss(x):
-        with nn.substitute(lambda path, value: value + 3.0):
-            return fn(x)
-
-    assert jax.value_and_grad(loss)(3.0) == (15.0, 5.0)
+    with ThreadPoolExecutor(1) as pool, mine():
+        block = theirs()
+        pool.submit(block.__enter__).result()
+        check(of_mine)
+        pool.submit(check, of_theirs).result()
+        check(of_mine)
+        pool.submit(block.__exit__, None, None, None).result()
 
 
 # Rules that run late, when others have the numbers of their blocks.
 
 
-def late(reads: Callable[[Any], Any], both: bool = False) -> Callable[[Any], Any]:
-    """A function of the parameters whose backward rule reads, alone or as it does."""
-
-    @jax.custom_vjp
-    def fn(params):
-        return 0.0 * reads(params) if both else jnp.float32(0.0)
-
+def late(reads: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of the parameters whose backward rule alone reads them."""
+    fn = jax.custom_vjp(lambda params: jnp.float32(0.0))
     fn.defvjp(
         lambda params: (jnp.float32(0.0), params),
         lambda params, ct: (jax.tree.map(lambda g: ct * g, jax.grad(reads)(params)),),
@@ -764,19 +679,6 @@ def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functio
     found = jax.grad(loss)(PARAMS)['dense']
     assert jnp.allclose(found['bias'], plain['bias'])
     assert jnp.allclose(found['kernel'], 110.0 * plain['kernel'])
-
-
-def test_a_late_rule_in_blocks_on_both_sides_of_a_trace():
-    fn = jax.jit(late(summed, both=True))
-
-    def loss(params: Any) -> Any:
-        with nn.stop_gradient('**/kernel'):
-            return fn(params)
-
-    with nn.stop_gradient('**/kernel'):
-        found = jax.jit(jax.grad(loss))(PARAMS)['dense']
-    assert oracle.is_zero(found['kernel'])
-    assert jnp.allclose(found['bias'], jax.grad(summed)(PARAMS)['dense']['bias'])
 
 
 class Pair(fnn.Module):
@@ -833,24 +735,6 @@ def test_a_rule_reads_what_its_function_does_not(wrap, kind):
         assert found == {'body': name != 'body', 'head': name != 'head'}
 
 
-def test_a_rule_of_the_user_for_a_function_of_jax():
-    dense = fnn.Dense(3, use_bias=False)
-
-    def by_flax(x, kernel):
-        return dense.apply({'params': {'kernel': kernel}}, x)
-
-    fn = jax.custom_vjp(jnp.matmul)
-    fn.defvjp(
-        lambda *args: jax.vjp(by_flax, *args), lambda pull_back, ct: pull_back(ct)
-    )
-
-    def loss(kernel):
-        with nn.stop_gradient('kernel', unused='ignore'):
-            return fn(X, kernel).sum()
-
-    assert not jax.grad(jax.jit(loss))(jnp.ones((3, 3))).any()
-
-
 def test_two_threads_that_differentiate_one_function():
     """Its rule reopens one block, so one of the threads waits."""
     running: list[int] = []
@@ -881,54 +765,6 @@ def test_two_threads_that_differentiate_one_function():
 
 
 # Blocks of several rules share a number until something is read.
-
-
-@pytest.mark.parametrize('names', [('stop', 'scale'), ('scale', 'stop')])
-def test_two_threads_with_one_filter_and_two_rules_have_two_numbers(names):
-    """Both blocks are open before either has read anything."""
-    forget_contexts()
-    blocks = {
-        'stop': nn.stop_gradient('dense/kernel'),
-        'scale': nn.scale_gradient('dense/kernel', 2.0),
-    }
-    fn = jax.jit(jax.grad(summed))
-    is_open, goes_on = threading.Event(), threading.Event()
-
-    def other() -> Any:
-        with blocks[names[0]]:
-            is_open.set()
-            assert goes_on.wait(60)
-            return fn(PARAMS)
-
-    with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(other)
-        assert is_open.wait(60)
-        with blocks[names[1]]:
-            goes_on.set()
-            found = dict(zip(names, (theirs.result(), fn(PARAMS)), strict=True))
-    plain = jax.grad(summed)(PARAMS)['dense']['kernel']
-    for name, factor in (('stop', 0), ('scale', 2)):
-        assert jnp.allclose(found[name]['dense']['kernel'], factor * plain)
-
-
-def test_a_late_rule_keeps_the_rule_of_its_block():
-    """The same variables are meant by a stop and by a factor."""
-    forget_contexts()
-    fn = jax.jit(late(summed, both=True))
-    plain = jax.grad(summed)(PARAMS)['dense']
-
-    def loss(params: Any, rewrite: Any) -> Any:
-        with rewrite:
-            return fn(params)
-
-    stop = nn.stop_gradient('dense/kernel', unused='ignore')
-    scale = nn.scale_gradient('dense/kernel', 2.0, unused='ignore')
-    for rewrite in (stop, scale):
-        loss(PARAMS, rewrite)  # Traced, but not its backward rule.
-    for rewrite, factor in ((scale, 2.0), (stop, 0.0), (scale, 2.0)):
-        found = jax.grad(loss)(PARAMS, rewrite)['dense']
-        assert jnp.allclose(found['kernel'], factor * plain['kernel'])
-        assert jnp.allclose(found['bias'], plain['bias'])
 
 
 @pytest.mark.parametrize('first', ['params', True])
@@ -1018,54 +854,10 @@ def test_an_initializer_that_reads_parameters_through_a_cached_trace():
     oracle.assert_same(grads, {'w': x, 'b': 2 * x})
 
 
-# Lifted transforms whose body is new in each call, so that JAX keeps no trace of it.
-NEW_BODIES: dict[str, Callable[[type], type]] = {
-    'scan': lambda cls: fnn.scan(cls, variable_broadcast='params', split_rngs=SPLIT),
-    'scan of layers': lambda cls: fnn.scan(
-        cls, variable_axes={'params': 0}, split_rngs={'params': True}, length=2
-    ),
-    'remat': fnn.remat,
-    'vmap': lambda cls: fnn.vmap(
-        cls, in_axes=(0, None), variable_axes={'params': None}, split_rngs=SPLIT
-    ),
-}
-SPLIT = {'params': False}
-
-
-@pytest.mark.parametrize('lift', NEW_BODIES)
-def test_blocks_around_a_body_trace_its_helpers_once(lift):
-    forget_contexts()
-    counted = counting_tanh()
-
-    class Cell(fnn.Module):
-        @fnn.compact
-        def __call__(self, carry, _):
-            return counted(fnn.Dense(3, name='b')(fnn.Dense(3, name='a')(carry))), None
-
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, names):
-            cell, steps = NEW_BODIES[lift](Cell)(name='cell'), jnp.zeros(2)
-            for name in names:
-                with nn.stop_gradient(lambda path, name=name: name in path.parts):
-                    x, _ = cell(x, steps)
-            return jnp.sum(cell(x, steps)[0])
-
-    def traces(names: str) -> int:
-        counted.clear_cache()
-        TRACES.clear()
-        jax.jit(jax.grad(lambda v: Model().apply(v, X, names))).trace(variables)
-        return len(TRACES)
-
-    variables = Model().init(jax.random.key(0), X, '')
-    # Blocks share a number. Without blocks there is another one.
-    assert traces('abab') == 2 * traces('')
-
-
 # Bodies that may be handed arrays: a tracer of theirs cannot be read in a helper.
 HANDED_ARRAYS: dict[str, Callable[[type], type]] = {
-    'scan': NEW_BODIES['scan'],
-    'vmap': NEW_BODIES['vmap'],
+    'scan': lambda cls: fnn.scan(cls, **oracle.SHARED),
+    'vmap': lambda cls: fnn.vmap(cls, in_axes=(0, None), **oracle.MAPPED),
     'map_variables': lambda cls: fnn.map_variables(
         cls, 'params', lambda tree: tree, init=True
     ),
@@ -1099,38 +891,3 @@ def test_a_helper_in_a_body_reads_what_a_block_brings(lift):
         with nn.substitute({'w': jnp.float32(w)}):
             assert run() == w**times
     assert run() == 1.0
-
-
-def test_a_rule_in_the_body_of_a_scan_reads_what_the_body_was_handed():
-    class Cell(fnn.Module):
-        @fnn.compact
-        def __call__(self, carry, x):
-            for name in ('v', 'w'):
-                self.param(name, fnn.initializers.constant(2.0), ())
-
-            @jax.custom_vjp
-            def scaled(y):
-                return y * self.get_variable('params', 'w')
-
-            def backward(_, ct):
-                # The function has not read ``v``.
-                return (ct * self.get_variable('params', 'v'),)
-
-            scaled.defvjp(lambda y: (scaled(y), None), backward)
-            return scaled(carry) + x, None
-
-    lifted = fnn.scan(Cell, variable_broadcast='params', split_rngs=SPLIT)
-
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            cell = lifted(name='cell')
-            for name in ('v', 'w', 'v'):
-                with nn.stop_gradient(lambda path, name=name: path.name == name):
-                    x, _ = cell(x, jnp.zeros(2))
-            return x
-
-    variables = Model().init(jax.random.key(0), jnp.float32(1.0))
-    for _ in range(2):
-        grad = jax.grad(lambda x: Model().apply(variables, x))(jnp.float32(1.0))
-        assert grad == 2.0**6

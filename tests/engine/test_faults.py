@@ -5,8 +5,6 @@ of ``__exit__``. A ``with`` statement whose ``__exit__`` is written in Python ha
 gap.
 """
 
-import contextlib
-import copy
 import importlib
 import re
 import sys
@@ -18,7 +16,6 @@ import cloudpickle
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import flax_sg as sg
@@ -274,55 +271,6 @@ def test_what_is_interrupted_as_it_ends_ends_all_the_same(monkeypatch):
         pull_back(X)
 
 
-@pytest.mark.usefixtures('leaks')
-@pytest.mark.parametrize('name', ['rules', 'lifts', 'values'])
-def test_no_tracer_leaks(name):
-    """JAX raises if one outlives its trace."""
-    program, model, _ = PROGRAMS[name]
-    variables = jax.eval_shape(model.init, jax.random.key(0), X)
-
-    def interrupted(variables):
-        with contextlib.suppress(Ctrl), nn.stop_gradient(True, unused='ignore'):
-            program(variables)
-            raise Ctrl
-        return program(variables)
-
-    jax.eval_shape(lambda v: jax.jit(interrupted)(v), variables)
-
-
-@pytest.mark.usefixtures('leaks')
-def test_what_runs_is_told_without_the_variables_of_frames():
-    """To read those of a frame of JAX keeps its tracers, before Python 3.13.
-
-    Then JAX raises here that they leak.
-    """
-    cell = nn.scan(nn.SimpleCell, **oracle.SHARED)(2)
-    steps = jnp.ones((3, 2, 2))
-    for _ in range(2):
-        with nn.stop_gradient('i/kernel'):
-            cell.tabulate(
-                *(jax.random.key(0), X, steps),
-                compute_flops=True,
-                compute_vjp_flops=True,
-            )
-
-
-def test_trees_may_be_as_deep_as_for_jax():
-    depth = 900
-    tree: Any = {'w': 1.0, 'b': 2.0}
-    for _ in range(depth):
-        tree = {'n': tree}
-    assert sum(jax.tree.leaves(jax.tree.map(lambda leaf: 2 * leaf, tree))) == 6.0
-    kernel = jax.tree.map(lambda leaf: leaf == 1.0, tree)
-    for where in ('**/w', lambda path: path.name == 'w', kernel):
-        one, rest = sg.partition(tree, where)
-        assert (jax.tree.leaves(one), jax.tree.leaves(rest)) == ([1.0], [2.0])
-        assert sg.combine(one, rest) == tree
-    grads = sg.grad(lambda t: jax.tree.leaves(t)[1] * 3.0, wrt='**/w')(tree)
-    assert [float(g) for g in jax.tree.leaves(grads)] == [3.0]
-    sg.freeze(optax.sgd(0.1), '**/w').init(tree)
-
-
 # Modules that are loaded anew.
 
 STATEFUL = [
@@ -396,14 +344,3 @@ def test_copies_are_equal_and_hash_alike(name):
         if name not in ('values', 'an array as a cotangent'):  # By identity.
             assert twin == value
             assert hashed is None or hash(twin) == hashed
-
-
-def test_a_copy_of_an_open_rewrite_is_not_open():
-    block = nn.stop_gradient('a/*')
-    with block:
-        twin = copy.deepcopy(block)
-        with pytest.raises(errors.BlockError, match='is not open'):
-            twin.__exit__(None, None, None)
-        with twin:
-            Model().apply({'params': PARAMS}, X)
-        Model().apply({'params': PARAMS}, X)

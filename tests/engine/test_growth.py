@@ -11,7 +11,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.core
@@ -193,21 +192,3 @@ def test_bound_modules_that_come_and_go():
 
     # Each module is another closure, which JAX has to trace: fewer steps.
     assert_nothing_is_kept(body, warm=150, steps=300)
-
-
-def test_threads_that_come_and_go():
-    expected = by_hand('a')
-
-    def body(i: int) -> None:
-        def work() -> Any:
-            config = Config()
-            with nn.stop_gradient(lambda path: path.startswith(config.frozen)):
-                return step(VARIABLES)
-
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(work).result()
-        if i % 100 == 0:
-            oracle.assert_same(found, expected)
-
-    assert_nothing_is_kept(body)
-    assert len(TRACES) == 1

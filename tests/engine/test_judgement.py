@@ -7,9 +7,6 @@ that no test expects is an error.
 
 import contextlib
 import functools
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,48 +137,6 @@ def test_a_typo_raises_when_the_tree_is_complete(make, run):
         assert "'b/" in str(caught.value)
 
 
-class OfTheBodyError(Exception):
-    pass
-
-
-def _fails_in_the_block(x):
-    with nn.stop_gradient('nothing'):
-        raise OfTheBodyError
-
-
-def _fails_after_the_block(x):
-    with nn.stop_gradient('nothing', unused='raise'):
-        h = fnn.Dense(2, name='a')(x)
-    raise OfTheBodyError(h.shape)
-
-
-@pytest.mark.parametrize(
-    ('fails', 'handled'), [(_fails_in_the_block, False), (_fails_after_the_block, True)]
-)
-def test_init_fails_with_its_own_exception(fails, handled):
-    class Fails(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return fails(x)
-
-    def init() -> None:
-        with pytest.raises(OfTheBodyError) as caught:
-            Fails().init(KEY, X)
-        assert not isinstance(caught.value.__cause__, errors.FlaxSGError)
-        assert not isinstance(caught.value.__context__, errors.FlaxSGError)
-
-    if handled:
-        try:
-            raise ValueError('an earlier attempt')
-        except ValueError:
-            init()
-    else:
-        init()
-    # Nothing of that is judged later.
-    run_init(Later('b/**'))
-    run_apply(Later('b/**'))
-
-
 def test_init_within_a_handler_is_judged():
     """That an exception is being handled does not mean that init has failed."""
     try:
@@ -275,105 +230,6 @@ def test_a_block_that_may_stop_nothing_is_silent(name):
 
 
 # Faults of what is remembered for the whole process.
-
-
-class Sows(fnn.Module):
-    @fnn.compact
-    def __call__(self, x):
-        self.sow('stats', 'count', jnp.sum(x))
-        return fnn.Dense(2, name='dense')(x)
-
-
-class Counts(fnn.Module):
-    @fnn.compact
-    def __call__(self, x):
-        count = self.variable('stats', 'count', jnp.zeros, ())
-        count.value = count.value + 1.0
-        return x
-
-
-def test_state_is_held_whatever_another_module_has_sown():
-    dense = {'dense': PARAMS['a']}
-    with nn.stop_gradient('dense/**'):
-        Sows().apply({'params': dense}, X, mutable=['stats'])
-    nn.Frozen(Sows(), state='hold').apply({'params': dense}, X, mutable=['stats'])
-    stats = {'stats': {'count': jnp.asarray(3.0)}}
-    for model, count in (
-        (Counts(), 4.0),
-        (nn.Frozen(Counts(), state='update'), 4.0),
-        (nn.Frozen(Counts(), state='hold'), 3.0),
-    ):
-        _, written = model.apply(stats, X, mutable=['stats'])
-        assert written['stats']['count'] == count
-
-    class Mirrors(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return nn.mirror(Counts(name='counts'))(x)
-
-    stats = {'stats': {'counts': stats['stats']}}
-    _, written = Mirrors().apply(stats, X, mutable=['stats'])
-    assert written['stats']['counts']['count'] == 3.0
-
-
-COLLECTED = """
-    import gc, sys, threading, time
-    import jax, jax.numpy as jnp
-    from flax_sg import linen as nn
-
-    model, x = nn.Dense(2), jnp.ones((1, 2))
-    variables = model.init(jax.random.key(0), x)
-
-    def holds(where, cycle):
-        block = nn.stop_gradient(where, unused='ignore')
-        with block:
-            yield
-        cycle.append(cycle)
-
-    def make_garbage():
-        cycle = []
-        generator = holds(lambda path: path.startswith('k'), cycle)
-        next(generator)
-        # Only the garbage collector closes it, at any moment, in any thread.
-        cycle.append(generator)
-
-    end = time.monotonic() + 1
-    done = []
-
-    def opens(i):
-        left = 20  # A block that another thread has to close may stay open here.
-        while time.monotonic() < end:
-            for where in ('kernel', lambda path: path == 'bias', True):
-                with nn.stop_gradient(where, unused='ignore'):
-                    model.apply(variables, x)
-            if i == 0 and left:
-                left -= 1
-                make_garbage()
-        done.append(i)
-
-    sys.unraisablehook = lambda unraisable: None  # It is closed out of order.
-    gc.freeze()
-    gc.set_threshold(1)
-    threads = [threading.Thread(target=opens, args=(i,), daemon=True) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    gc.set_threshold(700)
-    gc.collect()
-    assert sorted(done) == [0, 1, 2], done
-    print('ended')
-"""
-
-
-def test_a_generator_collected_at_any_moment_locks_nothing():
-    found = subprocess.run(
-        [sys.executable, '-c', textwrap.dedent(COLLECTED)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert found.stdout.splitlines()[-1:] == ['ended'], found.stderr[-2000:]
 
 
 # What a compiled program has met holds, however the block under its number ended.

@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import functools
 import gc
-import random
 import re
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -23,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import flax_sg as sg
 from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.engine import numbers, roots
@@ -46,18 +43,15 @@ class Net(fnn.Module):
         return x
 
 
-# Eight models with overlapping names.
+# Models with overlapping names.
 MODELS = {
     'encoder': Net(('encoder', 'head')),
     'backbone': Net(('backbone', 'head')),
     'both': Net(('encoder', 'backbone', 'head')),
     'dense': Net(('Dense_0', 'Dense_1')),
     'short': Net(('Dense_0',)),
-    'head': Net(('head',)),
     'extra': Net(('encoder', 'extra')),
-    'enc': Net(('enc', 'head')),
 }
-NAMES = sorted({name for model in MODELS.values() for name in model.names})
 PARAMS = {
     name: model.init(jax.random.key(0), X)['params'] for name, model in MODELS.items()
 }
@@ -75,108 +69,18 @@ FILTERS: dict[str, Callable[[str], Any]] = {
     'function': lambda name: lambda path: path.startswith(f'{name}/'),
     'list': lambda name: [f'{name}/kernel', f'{name}/bias'],
 }
-# How a gradient is computed; each function lives as long as the process.
-RUNS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
-    'jitted gradient': lambda fn: jax.jit(jax.grad(fn)),
-    'gradient of jitted': lambda fn: jax.grad(jax.jit(fn)),
-    'checkpoint': lambda fn: jax.grad(jax.checkpoint(fn)),
-    'eager': jax.grad,
-    'jit made anew': lambda fn: made_anew(jax.grad(fn)),
-    'shapes first': lambda fn: after(jax.jit(jax.grad(fn)), jax.eval_shape),
-    'lowered first': lambda fn: after(
-        jax.jit(jax.grad(fn)), lambda step, params: step.lower(params)
-    ),
-}
 
 
-def made_anew(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda params: jax.jit(fn)(params)
-
-
-def after(step: Any, first: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    def run(params: Any) -> Any:
-        first(step, params)
-        return step(params)
-
-    return run
-
-
-# JAX stores a program once more for each kind of arguments.
-GIVEN: dict[str, Callable[[Any], Any]] = {
-    'as they are': lambda params: params,
-    'NumPy': lambda params: jax.tree.map(np.asarray, params),
-    'put on a device': lambda params: jax.device_put(params, jax.devices()[0]),
-    'on another device': lambda params: jax.device_put(params, jax.devices()[1]),
-}
-STEPS = {
-    (run, name): make(functools.partial(loss, name))
-    for run, make in RUNS.items()
-    for name in MODELS
-}
-
-
-# What is written, around a function.
-FORMS_OF_BLOCKS: dict[str, Callable[[Any, Any], Any]] = {
-    'block': lambda where, step: _in(nn.stop_gradient(where), step),
-    'train_only': lambda where, step: _in(nn.train_only(where), step),
-    'scale_gradient': lambda where, step: _in(nn.scale_gradient(where, 0.0), step),
-    'decorator': lambda where, step: nn.stop_gradient(where)(step)(),
-}
-
-
-def _in(block: Any, step: Callable[[], Any]) -> Any:
-    with block:
-        return step()
-
-
-@functools.cache
-def by_hand(run: str, model: str, name: str, kept: bool) -> Any:
-    """The gradients with the layers of a name stopped, or all others."""
-
-    def selects(path: str) -> bool:
-        return (path.split('/')[0] == name) != kept
-
-    return RUNS[run](lambda p: loss(model, oracle.stopped(p, selects)))(PARAMS[model])
-
-
-def heard(block: Any, run: Callable[[], Any]) -> tuple[str, Any]:
-    """What a block says: 'raised', 'warned' or ''; and what was computed in it."""
-    found = None
+def heard(block: Any, run: Callable[[], Any]) -> str:
+    """What a block says: 'raised', 'warned' or ''."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         try:
             with block:
-                found = run()
+                run()
         except errors.UnusedFilterError:
-            return 'raised', found
-    return 'warned' if caught else '', found
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('seed', range(2))
-def test_names_in_any_order_of_models_filters_and_programs(seed):
-    """A wrong name is told at the latest when its program is traced."""
-    draw, told = random.Random(seed), set[Any]()
-    for _ in range(45):
-        model, name = draw.choice(sorted(MODELS)), draw.choice(NAMES)
-        kind, run = draw.choice(sorted(FILTERS)), draw.choice(sorted(RUNS))
-        form, given = draw.choice(sorted(FORMS_OF_BLOCKS)), draw.choice(sorted(GIVEN))
-        step = functools.partial(STEPS[run, model], GIVEN[given](PARAMS[model]))
-        whole = functools.partial(FORMS_OF_BLOCKS[form], FILTERS[kind](name), step)
-        said, found = heard(contextlib.nullcontext(), whole)
-        case = f'{form} {kind} {name!r} in {model!r}, {run} of {given}: {said!r}'
-        form = 'block' if form == 'decorator' else form
-        if name in MODELS[model].names:
-            assert not said, case
-        elif said:
-            told.add((form, kind, name, model))
-        else:
-            assert (form, kind, name, model) in told, case
-        if found is not None:
-            expected = by_hand(run, model, name, form == 'train_only')
-            if form == 'scale_gradient':  # Negative zeros.
-                expected, found = jax.tree.map(lambda g: g + 0.0, (expected, found))
-            oracle.assert_same(found, expected)
+            return 'raised'
+    return 'warned' if caught else ''
 
 
 def text_of(block: Any, run: Callable[[], Any]) -> str:
@@ -321,7 +225,7 @@ def test_a_second_function_of_the_same_code_is_checked():
     step = jitted('both')
     for name in ['encoder', 'encodr', 'backbone'] * 2:
         where = FILTERS['function'](name)
-        said, _ = heard(nn.stop_gradient(where), step)
+        said = heard(nn.stop_gradient(where), step)
         assert said == ('raised' if name == 'encodr' else '')
 
 
@@ -361,7 +265,7 @@ def test_a_compiled_program_beside_another_model_warns():
         step()
         new.apply(variables, X)
 
-    assert heard(nn.stop_gradient('extra/**'), run)[0] == 'warned'
+    assert heard(nn.stop_gradient('extra/**'), run) == 'warned'
     for _ in range(2):  # Neither of the two has it.
         assert 'nowhere' in text_of(nn.stop_gradient(['nowhere/**', 'extra/**']), run)
     with nn.stop_gradient('extra/**', unused='ignore'):
@@ -379,28 +283,8 @@ def test_a_body_that_raises_leaves_no_verdict():
 
         with pytest.raises(KeyError), nn.stop_gradient(f'{name}/*'):
             run()
-        said, _ = heard(
-            nn.stop_gradient(f'{name}/*'), lambda s=step: s(PARAMS['extra'])
-        )
+        said = heard(nn.stop_gradient(f'{name}/*'), lambda s=step: s(PARAMS['extra']))
         assert said == ('' if name == 'extra' else 'raised')
-
-
-def test_a_thread_finds_a_program_of_a_block_that_is_still_open():
-    step, compiled, goes_on = fresh_loss(), threading.Event(), threading.Event()
-
-    def first() -> None:
-        with nn.stop_gradient('extra/b*'):
-            step(PARAMS['extra'])
-            compiled.set()
-            assert goes_on.wait(60)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(first)
-        assert compiled.wait(60)
-        with nn.stop_gradient('extra/b*'):
-            step(PARAMS['extra'])
-        goes_on.set()
-        running.result()
 
 
 def test_a_filter_that_may_be_empty_says_nothing_of_one_that_may_not():
@@ -420,16 +304,16 @@ def test_more_filters_than_a_table_would_hold_take_turns():
         traces.append(None)
         return loss('extra', params)
 
-    filters: list[Any] = [re.compile(f'extra/.{{1,{n}}}') for n in range(10, 280)]
+    filters: list[Any] = [re.compile(f'extra/.{{1,{n}}}') for n in range(10, 150)]
     filters += [
         lambda path, n=n: path.startswith('extra') or len(path) > 100 + n
-        for n in range(60)
+        for n in range(20)
     ]
     for _ in range(2):
         for where in filters:
             with nn.stop_gradient(where):
                 jax.eval_shape(step, PARAMS['extra'])
-    assert len(traces) == len(filters) - 59  # Functions that answer alike share one.
+    assert len(traces) == len(filters) - 19  # Functions that answer alike share one.
 
 
 def test_what_runs_nothing_of_flax_raises():
@@ -466,17 +350,6 @@ def test_forms_after_a_right_filter_for_another_model(form):
         for _ in range(2):
             with pytest.raises(errors.UnusedFilterError):
                 FORMS[form](MODELS['short'], where)
-
-
-def test_live_and_reports_in_a_block():
-    step = jax.jit(functools.partial(loss, 'encoder'))
-    for _ in range(2):
-        with nn.stop_gradient('encoder/**'):
-            live = sg.live(step, PARAMS['encoder'])
-        assert repr(live) == "<live: 'head/bias', 'head/kernel'>"
-        for tell in (sg.live, sg.gradient_flow):
-            unheard = functools.partial(tell, step, PARAMS['encoder'])
-            text_of(nn.stop_gradient('encodr/**'), unheard)
 
 
 def test_a_question_of_a_tree_that_is_no_more_has_no_answer():

@@ -230,29 +230,6 @@ def test_values_kept_by_setup_share_the_identity(rule, hand):
     assert_same_both(applied(Kept()), by_hand, ROW, X)
 
 
-def test_modules_of_several_scopes_in_one_body_are_one_tree():
-    class Body(fnn.Module):
-        shared: fnn.Module
-
-        @fnn.compact
-        def __call__(self, x, _):
-            return x + self.shared(fnn.Dense(3, name='own')(x)), None
-
-    class Model(fnn.Module):
-        around: Extent = none
-
-        @fnn.compact
-        def __call__(self, x):
-            shared = fnn.Dense(3, name='shared')
-            scan = fnn.scan(Body, length=2, **oracle.SHARED)
-            with self.around():
-                return scan(shared, name='body')(x, None)[0]
-
-    rule, hand = RULES['together']
-    model = Model(around=lambda: rule(True))
-    assert_same_both(applied(model), applied(Model(), hand), variables(Model()), X)
-
-
 def test_what_is_created_or_written_in_the_extent_is_left_alone_by_joint_rules():
     class Writes(fnn.Module):
         @fnn.compact
@@ -274,32 +251,6 @@ def test_what_is_created_or_written_in_the_extent_is_left_alone_by_joint_rules()
     with nn.clip_gradient(True, global_norm=0.5):
         oracle.assert_same(Writes().init(jax.random.key(0), X), fresh)
         jax.eval_shape(Writes().init, jax.random.key(0), X)
-
-
-def test_what_is_written_in_the_body_of_a_scan_is_mapped_in_each_step():
-    class Writes(fnn.Module):
-        factor: float | None
-
-        @fnn.compact
-        def __call__(self, x, c):
-            def step(module, x, _):
-                value = c if self.factor is None else self.factor * c
-                module.put_variable('cache', 'c', value)
-                return x * module.get_variable('cache', 'c'), None
-
-            scan = fnn.scan(step, variable_axes={'cache': 0}, length=3)
-            with nn.map_cotangent('c', square, collections='cache'):
-                return scan(self, x, None)[0]
-
-    def by_hand(x, c):
-        def step(x, _):
-            return x * backward.squared({'c': c})['c'], None
-
-        return jax.lax.scan(step, x, None, length=3)[0]
-
-    for factor in None, 1.0:
-        apply = functools.partial(Writes(factor).apply, {}, mutable=['cache'])
-        assert_same_both(lambda x, c, apply=apply: apply(x, c)[0], by_hand, X, ROW['w'])
 
 
 def test_leaves_that_are_not_differentiated_do_not_count():
@@ -337,40 +288,6 @@ def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over
             )
             oracle.assert_same(actual, expected)
             assert np.all(np.isfinite(actual[0])), name
-
-
-# Where a body is in the trace of its caller, both are known when the outer is read.
-@pytest.mark.parametrize(
-    ('lift', 'outer_first'),
-    [(fnn.remat, True), (lambda body: fnn.map_variables(body, 'params'), False)],
-    ids=['remat', 'map_variables'],
-)
-def test_a_block_in_a_body_takes_nothing_together_from_its_closure(lift, outer_first):
-    class Closure(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            self.param('w', fnn.initializers.ones, (1, 3))
-            cell = fnn.Dense(3, name='cell')
-            if self.is_initializing():
-                return cell(x)
-
-            def body(cell, x):
-                with nn.clip_gradient(True, global_norm=0.5):
-                    if outer_first:
-                        return self.get_variable('params', 'w') * cell(x)
-                    return cell(x) * self.get_variable('params', 'w')
-
-            return lift(body)(cell, x)
-
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return fnn.remat(Closure)(name='part')(x)
-
-    grad = jax.grad(lambda p: jnp.sum(applied(Model())(p, X)))
-    params = variables(Model())
-    with pytest.raises(errors.BlockError, match='in the body of a transform'):
-        jax.eval_shape(grad, params)
 
 
 Bounded = Callable[[Any, Any], Any]
@@ -416,59 +333,6 @@ def of_each_example(hand: Bounded, params: Any, xs: Any) -> Any:
     """The sum of the examples' gradients, each of which went through a rule."""
     alone = [hand(jax.grad(squares)(params, x), jnp.sum(x**2)) for x in xs]
     return jax.tree.map(lambda *g: sum(g), *alone)
-
-
-@pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
-@pytest.mark.parametrize('name', sorted(OF_EXAMPLES.keys() - {'global_norm'}))
-def test_a_rule_with_a_number_of_each_example(name, lift):
-    """JAX traces the identity once for a body, and batches its rule later."""
-    rule, hand = OF_EXAMPLES[name]
-
-    class Example(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with rule(jnp.sum(x**2)):
-                return fnn.Dense(5)(x)
-
-    class Batch(fnn.Module):
-        @fnn.compact
-        def __call__(self, xs):
-            return fnn.vmap(Example, **oracle.MAPPED)(name='example')(xs)
-
-    def loss(params: Any) -> Any:
-        params = {'example': {'Dense_0': params}}
-        return jnp.sum(lift(Batch)().apply({'params': params}, xs) ** 2)
-
-    xs = jnp.linspace(-0.5, 1.0, 24).reshape(4, 2, 3)
-    params = DENSE.init(jax.random.key(0), xs)['params']
-    expected = of_each_example(hand, params, xs)
-    chex.assert_trees_all_close(jax.grad(loss)(params), expected)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('around', [lambda fn: fn, jax.checkpoint, jax.jit])
-def test_a_norm_of_weights_of_which_some_belong_to_an_example(around):
-    class Example(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            w = self.param('w', fnn.initializers.ones, (3,))
-            own = self.variable('own', 'w', jnp.ones, (3,))
-            return jnp.sum(x * w * own.value)
-
-    @around
-    def batch(variables: Any) -> Any:
-        def one(own: Any, x: Any) -> Any:
-            with nn.clip_gradient(True, global_norm=0.5, collections=True):
-                return Example().apply({**variables, 'own': own}, x)
-
-        return jnp.sum(jax.vmap(one)(variables['own'], xs))
-
-    xs = jnp.linspace(0.5, 1.0, 12).reshape(4, 3)
-    variables = {'params': {'w': jnp.ones(3)}, 'own': {'w': jnp.ones((4, 3))}}
-    found = jax.grad(batch)(variables)
-    alone = [clipped([x, x], 0.5)[0] for x in xs]
-    chex.assert_trees_all_close(found['params']['w'], sum(alone))
-    chex.assert_trees_all_close(found['own']['w'], jnp.stack(alone))
 
 
 BODIES = {
@@ -534,33 +398,3 @@ def test_a_rule_with_a_number_of_each_example_of_each_batch(name):
 
     expected = of_each_example(hand, params, xs.reshape(8, 2, 3))
     chex.assert_trees_all_close(jax.grad(batch)(params), expected, rtol=1e-5)
-
-
-def test_around_mapped_variables_leaves_are_taken_together_once():
-    """The body reads what ``nn.map_variables`` has made of the clipped leaves."""
-
-    class Dense(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return fnn.Dense(3, name='dense')(x)
-
-    def mapped(params):
-        return jax.tree.map(lambda w: 2.0 * w.T, params)
-
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            lifted = fnn.map_variables(Dense, 'params', mapped, init=False)
-            return lifted(name='inner')(x)
-
-    params = {'inner': Dense().init(jax.random.key(0), X)['params']}
-
-    def in_block(params, x):
-        with nn.clip_gradient(True, global_norm=0.5):
-            return Model().apply({'params': params}, x)
-
-    def by_hand(params, x):
-        inner = backward.clipped_together(0.5, params)['inner']
-        return Dense().apply({'params': mapped(inner)}, x)
-
-    assert_same_both(in_block, by_hand, params, X)

@@ -249,67 +249,11 @@ def test_a_trace_is_found_by_the_leaves_that_a_filter_takes():
     assert len(traces) == 2
 
 
-def test_rules_for_cotangents():
-    plain = jax.grad(loss_of('tuple'))(PARAMS)
-
-    def grads(rewrite):
-        def loss(params):
-            with rewrite:
-                return loss_of('tuple')(params)
-
-        return jax.tree.map(
-            lambda a, b: float((a / b)[0]), jax.grad(loss)(PARAMS), plain
-        )
-
-    assert grads(nn.scale_gradient('w/0', 0.5)) == {'w': (0.5, 1.0), 'b': 1.0}
-    assert grads(nn.scale_gradient('w', 0.5)) == {'w': (0.5, 0.5), 'b': 1.0}
-    copied = grads(nn.copy_cotangent({'w/0': 'w/1'}))
-    assert copied == {'w': (1.5, 1.0), 'b': 1.0}
-    assert grads(nn.copy_cotangent({'w/1': 'b'})) == {'w': (1.0, 3.0), 'b': 1.0}
-    # The value of the parameter is half of its gradient here.
-    replaced = grads(nn.replace_cotangent('w/1', PARAMS['w'][1]))
-    assert replaced == {'w': (1.0, 0.5), 'b': 1.0}
-    norm = np.sqrt(2 * 6.0**2)
-    clipped = grads(nn.clip_gradient('w/1', norm=float(norm) / 2))
-    assert clipped == {'w': (1.0, pytest.approx(0.5)), 'b': 1.0}
-
-
 def test_other_values():
     with nn.substitute({'w': (ones(0), ones(5))}, where='w/0'):
         assert loss_of('tuple')(PARAMS) == 2 * (0 + 9 + 81)
     with nn.substitute({'w': (ones(0), ones(5))}):
         assert loss_of('tuple')(PARAMS) == 2 * (0 + 25 + 81)
-
-
-def test_writes():
-    class Writes(nn.Module):
-        index: int
-
-        @nn.compact
-        def __call__(self):
-            state = self.variable('state', 's', lambda: (ones(1), ones(2)))
-            if not self.is_initializing():
-                new = list(state.value)
-                new[self.index] = ones(7)
-                state.value = tuple(new)
-
-    variables = Writes(0).init({})
-    for index in range(2):
-        model = Writes(index)
-        with nn.read_only('s/0', collections='state'):
-            if index == 0:
-                with pytest.raises(errors.BlockError, match="the variable 's'"):
-                    model.apply(variables, mutable='state')
-            else:
-                _, new = model.apply(variables, mutable='state')
-                assert new['state']['s'][1].tolist() == [7.0, 7.0]
-
-
-def test_a_path_that_is_written_is_that_of_a_variable():
-    taken, _ = sg.partition(PARAMS, sg.Path('w'))
-    assert there(taken) == {"['w'][0]", "['w'][1]"}
-    assert not sg.Path('w').is_inner
-    assert not sg.filters.as_filter('v')(sg.Path('w'))
 
 
 @flax.struct.dataclass

@@ -6,9 +6,7 @@ be a new class, have a ``__getattribute__`` of its own, or inherit one.
 
 import copy
 import dataclasses
-import gc
 import pickle
-import weakref
 from typing import Any
 
 import flax.linen as fnn
@@ -102,29 +100,6 @@ def test_what_a_new_class_keeps_is_seen_in_a_block(name, use):
     oracle.assert_same(use(CLASSES[name]), BY_HAND)
 
 
-def test_a_base_behind_a_class_that_keeps_finds_attributes():
-    def find(self: Any, name: str) -> Any:
-        return 2.0 if name == 'constant' else object.__getattribute__(self, name)
-
-    behind = type('Behind', (), {'__getattribute__': find})
-    cls: Any = type('Mixed', (Known, behind), {'constant': 1.0})
-    with nn.stop_gradient('w', unused='ignore'):
-        assert cls().bind(VARIABLES).constant == 2.0
-
-
-def test_a_class_that_nobody_has_any_more_is_not_held():
-    cls = class_that_keeps()
-    with nn.stop_gradient('w', unused='ignore'):
-        read_kept(cls().bind(VARIABLES))
-    with nn.stop_gradient('w', unused='ignore'):
-        pass
-    ref = weakref.ref(cls)
-    del cls
-    jax.clear_caches()
-    gc.collect()
-    assert ref() is None
-
-
 # A class whose modules keep values has descriptors in the places of these. Nobody who
 # opens no block shall know.
 
@@ -205,18 +180,3 @@ def test_an_attribute_of_a_class_that_setup_hides():
         return jnp.sum(stopped + bound.scale)
 
     oracle.assert_same(jax.grad(loss)(VARIABLES)['params']['w'], jnp.full(2, 2.0))
-
-
-def test_what_is_set_in_setup_and_read_there_in_a_block():
-    class Inside(fnn.Module):
-        def setup(self):
-            self.w = self.param('w', ones)
-            with nn.stop_gradient('w'):
-                self.stopped = self.w * 1.0
-
-        def __call__(self):
-            return jnp.sum(self.w * self.stopped)
-
-    for _ in range(2):  # Of a new class, and of one that is known.
-        grads = jax.grad(lambda v: Inside().apply(v))(VARIABLES)
-        oracle.assert_same(grads['params']['w'], W)

@@ -7,9 +7,6 @@ differ from the first. A value that cannot be found again raises an error.
 
 import contextlib
 import dataclasses
-import functools
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +16,6 @@ import numpy as np
 import pytest
 from flax import linen
 
-from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
 from tests.helpers.described.language import (
@@ -32,7 +28,6 @@ from tests.helpers.described.language import (
 from tests.helpers.described.modules import Affine, Kid, param
 from tests.helpers.described.uses import (
     PROGRAMS,
-    RNGS,
     USE,
     Route,
     X,
@@ -149,19 +144,6 @@ class SeveralThings(Route):
         return others['kid'](dense(x)) * w * others['v'].value
 
 
-class Containers(Route):
-    """Modules stay those of the first run; values beside them are made again."""
-
-    def setup(self):
-        self.w = param(self, 'w')
-        self.kept = {'a': nn.Dense(3), 'b': [nn.Dense(3), 2.0 * self.w]}
-        self.more = {'w': self.w * self.w, 'module': nn.Dense(3)}
-
-    def use(self, x):
-        a, (b, w) = self.kept['a'](x), self.kept['b']
-        return a * w + b(x) * self.more['module'](x) * self.more['w']
-
-
 def function_of_modules(module: Any) -> Any:
     """The function holds modules, one of which draws random numbers."""
     kid, w2 = NoisyKid(name='kid'), module.w * module.w
@@ -205,7 +187,6 @@ class NonInitField(Route):
 ROUTES: dict[str, Callable[[Program], nn.Module]] = {
     **VALUES,
     'several things': SeveralThings,
-    'containers': Containers,
     'fields of others': FromFieldsOfOthers,
     'non-init field': NonInitField,
 }
@@ -254,17 +235,6 @@ def test_in_blocks_one_after_the_other_and_left_by_exceptions():
 def test_set_up_in_a_block(make):
     """The module is set up in a block; after it, the kept values are the plain ones."""
     check(outer(make), PROGRAMS['nested, first in it'], ['params'])
-
-
-def test_right_or_an_error():
-    trials = [functools.partial(check, DOUBTFUL, PROGRAMS['around'], False)]
-    for where in (DOUBTFUL, outer(DOUBTFUL)):
-        trials.append(functools.partial(initialization_is_that_without_blocks, where))
-        for name in ('around', 'first in it'):
-            trials.append(functools.partial(check, where, PROGRAMS[name], True))
-    for trial in trials:
-        with contextlib.suppress(errors.BlockError):
-            trial()
 
 
 def test_a_block_that_takes_nothing_of_it_changes_nothing():
@@ -366,32 +336,6 @@ def test_a_block_in_setup_of_a_module_used_in_blocks(cls):
 
 
 # One array may be several variables, and what a stop has made of another one.
-
-
-def test_an_average_that_is_the_same_array_as_the_stopped_parameter():
-    class Both(nn.Module):
-        def setup(self):
-            self.w = param(self, 'w')
-            self.average = self.parent.get_variable('average', 'w')
-
-        def __call__(self, x):
-            return x * self.w, x * self.average
-
-    class Parent(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            kid = Both(name='kid')
-            with nn.stop_gradient('kid/w'):
-                inside = kid(x)
-            return *inside, *kid(x)
-
-    def fn(w):
-        variables = {'params': {'kid': {'w': w}}, 'average': {'w': X}}
-        return Parent().apply(variables, jnp.ones(3))
-
-    zero = jnp.zeros(3)
-    seeds = jnp.array([1.0, 2.0, 3.0])  # Of each output.
-    oracle.assert_same(oracle.grads(fn, X), [(zero,), (zero,), (seeds,), (zero,)])
 
 
 def test_a_value_of_the_parent_that_is_the_same_array_as_the_stopped_parameter():
@@ -512,19 +456,6 @@ class Keeps(linen.Module):
         return x * self.w2 + self.raw[0]
 
 
-def test_an_error_of_ours_in_a_second_run_is_the_one_that_is_raised():
-    class Uses(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            keeps = Keeps(name='keeps')
-            y = keeps(x)
-            with nn.substitute({'keeps': {'w': jnp.zeros(3)}}):
-                return y + keeps(x)
-
-    with pytest.raises(errors.StructureError, match=r"'keeps/w' .* does not fit"):
-        Uses().apply({'params': {'keeps': {'w': jnp.ones(())}}}, jnp.ones(3))
-
-
 def test_what_a_module_holds_that_is_not_bound_is_what_it_is():
     class Holds(linen.Module):
         def __post_init__(self):
@@ -536,31 +467,9 @@ def test_what_a_module_holds_that_is_not_bound_is_what_it_is():
         assert module.table is vars(module)['table']
 
 
-def test_a_module_that_was_bound_in_a_trace_that_is_over():
-    bound: list[Any] = []
-
-    @jax.jit
-    def binds():
-        bound.append(Keeps().bind({'params': {'w': w}}))
-        return w
-
-    def loss(w):
-        with nn.substitute({'w': w}):
-            return jnp.sum(bound[0](jnp.ones(3)) ** 3)
-
-    w = jnp.array(2.0)
-    binds()
-    gc.collect()
-    assert bound[0](1.0) == 6.0
-    assert jax.value_and_grad(loss)(1.0) == (81.0, 243.0)
-    with nn.stop_gradient(True):
-        assert bound[0](1.0) == 6.0
-
-
-@pytest.mark.parametrize('stored', [np.full((), 2.0, np.float32), 2.0])
-def test_what_is_made_of_numbers_is_other_numbers_for_other_values(stored):
+def test_what_is_made_of_numbers_is_other_numbers_for_other_values():
     """What setup makes of arrays of numpy is no array of JAX."""
-    variables = {'params': {'w': stored}}
+    variables = {'params': {'w': np.full((), 2.0, np.float32)}}
 
     def fn(factor):
         values = nn.substitute(lambda path, value: value * factor)
@@ -576,22 +485,6 @@ def test_what_is_made_of_numbers_is_other_numbers_for_other_values(stored):
     assert (numbers, slopes) == ([18.0, 6.0, 18.0, 6.0], [6.0, 0.0, 6.0, 0.0])
 
 
-def test_the_factor_of_a_rewrite_is_not_made_of_variables():
-    class Scaled(linen.Module):
-        def setup(self):
-            self.layer = nn.scale_gradient(True, 0.5)(linen.Dense(2))
-
-        def __call__(self, x):
-            with nn.substitute(lambda path, value: value * 2.0):
-                return self.layer(x)
-
-    params = {'kernel': jnp.arange(6.0).reshape(3, 2), 'bias': jnp.ones(2)}
-    x = jnp.ones((1, 3))
-    actual = Scaled().apply({'params': {'layer': params}}, x)
-    doubled = jax.tree.map(lambda leaf: leaf * 2.0, params)
-    oracle.assert_same(actual, linen.Dense(2).apply({'params': doubled}, x))
-
-
 @pytest.mark.usefixtures('leaks')
 @pytest.mark.parametrize('name', ['lambda', 'derived'])
 def test_no_tracer_outlives_its_trace(name):
@@ -601,101 +494,7 @@ def test_no_tracer_outlives_its_trace(name):
     jax.jit(jax.grad(lambda params: jnp.sum(fn(params, X)[0][1])))(variables['params'])
 
 
-def test_nothing_is_kept_when_the_block_has_closed():
-    """Bound modules live on; what blocks made of their values does not."""
-    kid = Kid()
-    module = kid.bind(kid.init(RNGS, X))
-
-    def loss(w):
-        held.append(weakref.ref(w))
-        return jnp.sum(module.w2 * w)
-
-    held: list[Any] = []
-    with nn.stop_gradient(True):
-        jax.grad(loss)(X)
-    gc.collect()
-    assert [ref() for ref in held] == [None]
-
-
 # What cannot be computed again. The error says what to write.
-
-
-class Lazy:
-    """A helper that keeps what it made of a module at its first use."""
-
-    def __init__(self, module):
-        self.module = module
-
-    @functools.cached_property
-    def doubled(self):
-        return 2.0 * self.module.w
-
-
-def test_what_cannot_be_computed_again_raises():
-    cls = keeps(Lazy, lambda kept, x: x * kept.doubled)
-
-    def fn(params):
-        return cls(PROGRAMS['around']).apply({'params': params}, X, rngs=RNGS)
-
-    with pytest.raises(
-        errors.BlockError, match='it holds a module as well as an array'
-    ):
-        jax.vjp(fn, {'w': X, 'b': X})
-
-
-class _Foreign(linen.Module):
-    """Keeps a value that another model made, which is read in its own ``apply``."""
-
-    given: Callable[[], Any]
-
-    def setup(self):
-        self.own = self.param('own', linen.initializers.ones, ())
-        self.kept = _Sum().apply({'params': self.given()}) * self.own
-
-    def __call__(self, filters):
-        run = jax.jit(lambda: self.kept * 1.0)
-        out = []
-        with nn.stop_gradient('nothing', unused='ignore'):  # It keeps the tree alive.
-            for where in filters:
-                with nn.stop_gradient(where, unused='ignore'):
-                    assert self.kept is not None  # Found before JAX traces ``run``.
-                    out.append(run())
-        return out
-
-
-class _Sum(linen.Module):
-    @linen.compact
-    def __call__(self):
-        ones = linen.initializers.ones
-        return self.param('a', ones, ()) + 10.0 * self.param('b', ones, ())
-
-
-class _Around(linen.Module):
-    given: Callable[[], Any]
-
-    @linen.compact
-    def __call__(self, filters):
-        return _Foreign(self.given, name='inner')(filters)
-
-
-def _called(name: str) -> Callable[[Any], bool]:
-    return lambda path: path.name == name
-
-
-@pytest.mark.parametrize('filters', [('a', 'b'), (_called('a'), _called('b'))])
-@pytest.mark.parametrize('order', [(0, 1), (1, 0), (0, 1, 0)])
-def test_a_kept_value_of_another_model_in_blocks_one_after_the_other(filters, order):
-    params = {'a': jnp.float32(2.0), 'b': jnp.float32(3.0)}
-    current = [params]
-    model = _Around(lambda: current[0])
-    variables = model.init(jax.random.key(0), ())
-
-    def loss(params, number):
-        current[0] = params
-        return model.apply(variables, [filters[n] for n in order])[number]
-
-    for number in range(len(order)):  # It is no variable of the module.
-        assert jax.grad(loss)(params, number) == {'a': 1.0, 'b': 10.0}
 
 
 def test_a_kept_value_of_two_variables_depends_on_what_is_said_of_both():
@@ -720,42 +519,3 @@ def test_a_kept_value_of_two_variables_depends_on_what_is_said_of_both():
         'a': [1.0, 1.0, 0.0, 1.0],
         'b': [0.0, 10.0, 10.0, 0.0],
     }
-
-
-def test_a_setup_that_a_class_gets_later():
-    class Patched(linen.Module):
-        def __call__(self, x):
-            return x
-
-    def setup(self):
-        self.w = self.param('w', linen.initializers.ones, ())
-
-    def loss(variables, where):
-        module = Patched().bind(variables)
-        assert module.w is not None  # ``setup`` has run before the block.
-        with nn.stop_gradient(where, unused='ignore'):
-            return module.w * 1.0
-
-    variables = {'params': {'w': jnp.float32(2.0)}}
-    with nn.stop_gradient(True, unused='ignore'):
-        Patched().apply(variables, 1.0)
-    Patched.setup = setup
-    assert jax.grad(loss)(variables, 'w')['params']['w'] == 0.0
-    assert jax.grad(loss)(variables, 'other')['params']['w'] == 1.0
-
-
-def test_what_a_module_keeps_before_it_is_bound_is_left_as_it_is():
-    class Model(linen.Module):
-        def __post_init__(self):
-            object.__setattr__(self, 'table', jnp.arange(3.0))
-            super().__post_init__()
-
-        def setup(self):
-            self.w = self.param('w', linen.initializers.ones, ())
-
-        def __call__(self):
-            return self.w
-
-    model = Model()
-    with nn.stop_gradient(True, unused='ignore'):
-        assert model.table is vars(model)['table']

@@ -90,8 +90,7 @@ def steps_of(program: Program) -> Program:
 
 @hypothesis.given(program=programs())
 @hypothesis.settings(
-    max_examples=1000 if LONG else 8,
-    suppress_health_check=list(hypothesis.HealthCheck),
+    max_examples=1000 if LONG else 8, suppress_health_check=list(hypothesis.HealthCheck)
 )
 def test_random_programs(program):
     if LONG:  # Or it would fill the memory.

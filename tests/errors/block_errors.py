@@ -372,10 +372,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: nn.stop_gradient('kernel', levels=2),
         'ArgumentValueError: levels=2',
     ),
-    'rngs': (
-        lambda: mirrored(rngs='other'),
-        "ArgumentValueError: 'other'",
-    ),
+    'rngs': (lambda: mirrored(rngs='other'), "ArgumentValueError: 'other'"),
     'an update of other variables': (
         lambda: mirrored(variables=VARIABLES, state='update'),
         "ArgumentValueError: 'update' | 'hold' | 'eval'",
@@ -396,15 +393,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a frozen stack that is written': (
         lambda: stacked(slice(0, 2), True, ['params']),
         "PartError: 'w' | 'params' | nn.stop_gradient(sg.at(...))",
-        lambda: [
-            stacked(slice(0, 2)),
-            run_at(sg.at('w', np.s_[:2])),
-        ],
+        lambda: [stacked(slice(0, 2)), run_at(sg.at('w', np.s_[:2]))],
     ),
-    'no name of flax.linen': (
-        lambda: nn.Densse,
-        "AttributeError: 'Densse'",
-    ),
+    'no name of flax.linen': (lambda: nn.Densse, "AttributeError: 'Densse'"),
     'a name that flax_sg has not': (
         lambda: sg.gradinet_flow,
         "AttributeError: 'flax_sg' | 'gradinet_flow'",
@@ -416,10 +407,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a reload of what holds state': (
         lambda: reload('flax_sg.engine.blocks'),
         'UnsupportedVersionError: flax_sg.engine.blocks',
-        lambda: [
-            reload('flax_sg.linen'),
-            reload('flax_sg'),
-        ],
+        lambda: [reload('flax_sg.linen'), reload('flax_sg')],
     ),
     'a block behind what it names': (
         read_before,
@@ -445,10 +433,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "PartError: 'params' | nn.Frozen(module)",
         lambda: shared_by_layers(variable_axes={'params': 0}),
     ),
-    'a draw that is kept': (
-        kept,
-        'BlockError: self.kept | it draws random numbers',
-    ),
+    'a draw that is kept': (kept, 'BlockError: self.kept | it draws random numbers'),
     'a module beside an array': (
         lambda: traced(Hides(), {'params': {'w': X}}),
         "BlockError: self.kept | Hides (at '') | it holds a module",

@@ -72,10 +72,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: grads(nn.map_cotangent('enc/w', summed)),
         "CotangentError: cotangent_errors.py:LINE | 'enc/w'",
     ),
-    'an integer': (
-        integer,
-        "CotangentError: 'steps'",
-    ),
+    'an integer': (integer, "CotangentError: 'steps'"),
     'clip without a bound': (
         lambda: nn.clip_gradient('enc/**'),
         'ArgumentValueError',

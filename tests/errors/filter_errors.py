@@ -102,10 +102,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         'FilterTypeError: filters.of_type(Dense, model, x)',
         lambda: of_type(fnn.Dense, *OF),
     ),
-    'an empty glob': (
-        lambda: as_filter(''),
-        "ArgumentValueError: '**'",
-    ),
+    'an empty glob': (lambda: as_filter(''), "ArgumentValueError: '**'"),
     'a class of characters for numbers': (
         lambda: as_filter('head_[0-11]/**'),
         "ArgumentValueError: 'head_[0-11]/**' | 'head_{0..11}/**' | '[012]'",
@@ -125,10 +122,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "PartError: jax.jit | sg.stop_gradient(params, {'embed'",
         lambda: jax.jit(elements_stopped)({'w': jnp.array([True, False])}),
     ),
-    'an index that is off': (
-        lambda: rows(np.s_[5]),
-        "PartError: 'w' | sg.at",
-    ),
+    'an index that is off': (lambda: rows(np.s_[5]), "PartError: 'w' | sg.at"),
     'no filter': (
         lambda: as_filter(iter(['head/w'])),
         'FilterTypeError: nn.stop_gradient(nn.Dense, where) | nn.Frozen(module, where)',
@@ -157,10 +151,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "FilterTypeError: filter_errors.py:LINE | 'leaf' | "
         'nn.stop_gradient(fn, where) | nn.stop_gradient(where)',
     ),
-    'a filter that is assigned to': (
-        assigned,
-        "FrozenInstanceError: 'fn'",
-    ),
+    'a filter that is assigned to': (assigned, "FrozenInstanceError: 'fn'"),
     'a match in place of a bool': (
         lambda: split(lambda path: re.match('head', path)),
         "FilterTypeError: filter_errors.py:LINE | 'body/w' | 'encoder' | jax.jit",
@@ -189,10 +180,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         'FilterTypeError: sg.freeze(tx, sg.DECLARED)',
         'sg.freeze(tx, sg.DECLARED)',
     ),
-    'the truth of a filter': (
-        lambda: a and b,
-        "FilterTypeError: 'head/*'",
-    ),
+    'the truth of a filter': (lambda: a and b, "FilterTypeError: 'head/*'"),
     'a tree without an answer': (
         lambda: split({'head': True}),
         "ArgumentValueError: 'body/w' | 'params'",

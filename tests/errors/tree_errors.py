@@ -38,11 +38,6 @@ def gradients(grads: Any) -> None:
     tx.update(grads, tx.init(PARAMS), PARAMS)
 
 
-def lookahead() -> None:
-    tx = sg.freeze(optax.lookahead(optax.sgd(0.1), 2, 0.5), 'head/**')
-    tx.init(optax.LookaheadParams.init_synced(PARAMS))
-
-
 def in_part(gradient: Any) -> None:
     tx = sg.freeze(optax.sgd(0.1), sg.at('w', 0))
     params = {'w': jnp.ones((2, 3))}

@@ -1,17 +1,13 @@
 """``sg.arrays``: leaves by their shape and dtype, wherever a filter may stand."""
 
-from typing import Any
-
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.core.meta import Partitioned
 
 import flax_sg as sg
-from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
 
@@ -59,41 +55,6 @@ def test_a_filter_like_others(fn):
     oracle.assert_same(biases, expected)
 
 
-def test_a_mask_for_weight_decay():
-    decay = optax.add_decayed_weights(0.5, sg.mask(PARAMS, trained=MATRICES))
-    tx = optax.chain(decay, optax.sgd(1.0))
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    updates, _ = tx.update(zeros, tx.init(PARAMS), PARAMS)
-    for name in PARAMS:
-        assert (updates[name]['kernel'] == -0.5 * PARAMS[name]['kernel']).all()
-        assert not updates[name]['bias'].any()
-
-
-def test_layers_of_a_scan():
-    """The filter sees the stack, with the axis of the layers."""
-
-    class Layers(fnn.Module):
-        frozen: Any = None
-
-        @fnn.compact
-        def __call__(self, x):
-            cell = lambda cell, x, _: (jnp.tanh(cell(x)), None)  # noqa: E731
-            scan = nn.scan(cell, length=3, frozen_layers=self.frozen, **oracle.STACKED)
-            return scan(fnn.Dense(4, name='cell'), x, None)[0]
-
-    params = Layers().init(jax.random.key(0), X)['params']
-    kernels = sg.arrays(lambda a: a.shape == (3, 4, 4))
-
-    def gradient(frozen):
-        model = Layers(frozen)
-        return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X)))(params)
-
-    found = gradient({kernels: slice(0, 2)})
-    oracle.assert_same(found, gradient({'**/kernel': slice(0, 2)}))
-    assert found['cell']['kernel'].any((1, 2)).tolist() == [False, False, True]
-    assert found['cell']['bias'].any(1).all()
-
-
 def test_what_a_leaf_may_be():
     tree = {
         'array': jnp.ones((2, 2)),
@@ -112,14 +73,6 @@ def test_what_a_leaf_may_be():
     assert taken(lambda a: a.size >= 3) == {'array', 'box', 'hidden', 'shape'}
     assert taken(lambda a: a.shape == ()) == {'number'}
     assert taken(lambda a: np.bool_(a.dtype == jnp.int8)) == {'box'}
-
-
-def test_what_it_does_not_find_and_what_is_no_bool():
-    nothing = sg.arrays(lambda a: a.ndim == 7)
-    with pytest.raises(errors.UnusedFilterError, match='matches none of the'):
-        sg.freeze(optax.sgd(1.0), nothing).init(PARAMS)
-    with pytest.raises(errors.FilterTypeError, match='returned'):
-        sg.mask(PARAMS, trained=sg.arrays(lambda a: a.ndim))
 
 
 def both(path):

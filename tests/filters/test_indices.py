@@ -12,7 +12,7 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-from flax_sg import errors, filters, testing
+from flax_sg import filters, testing
 from flax_sg import linen as nn
 from flax_sg.filters import Index
 from tests.helpers import extents, oracle
@@ -86,6 +86,7 @@ MASKS: list[tuple[Any, tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(('index', 'small'), MASKS)
 def test_masks_mean_what_numpy_means_and_are_small(index, small):
     expected = np.zeros((3, 4, 5), bool)
@@ -164,23 +165,6 @@ def test_filters_combine(name):
     assert filters.as_filter(make())(sg.Path.of('params', ('dense', 'bias'))) is False
 
 
-def test_values_in_a_box_and_numbers_without_a_gradient():
-    class Boxed(linen.Module):
-        @linen.compact
-        def __call__(self):
-            init = linen.with_partitioning(linen.initializers.ones, ('a',))
-            steps = self.param('steps', lambda key: jnp.arange(3))
-            with nn.stop_gradient(sg.at(['w', 'steps'], np.s_[:2])):
-                w = self.param('w', init, (3,))
-                read = self.get_variable('params', 'steps')
-                nothing = 0 * jnp.sum(steps).astype(float)
-                return jnp.sum(w * read.astype(float)) + nothing
-
-    variables = Boxed().init(jax.random.key(0))
-    grads = jax.grad(Boxed().apply, allow_int=True)(variables)['params']
-    assert grads['w'].value.tolist() == [0.0, 0.0, 2.0]
-
-
 # As values.
 
 
@@ -194,32 +178,6 @@ def test_equal_parts_are_one_filter():
     assert repr(part) == "Glob('embed/embedding') & Index(np.s_[:3])"
     for whole in part, Index(np.s_[:, [1, 0]]):
         assert pickle.loads(pickle.dumps(whole)) == whole
-
-
-# what is written, and an index that is another
-WRITTEN: dict[str, tuple[Any, Any]] = {
-    '1': (1, np.s_[1:2]),
-    '1:': (np.s_[1:], np.s_[:1]),
-    ':1': (np.s_[:1], np.s_[:1:2]),
-    '::-1': (np.s_[::-1], np.s_[:]),
-    '1:5:2': (np.s_[1:5:2], np.s_[1:5:3]),
-    '..., [0, 2], 1': ((..., [0, 2], 1), (..., [2, 0], 1)),
-    '1, 2': ((1, 2), (2, 1)),
-    '...': (..., np.s_[:]),
-    '[[1, 2]]': ([[1, 2]], [1, 2]),
-    '[ True, False]': ([True, False], [1, 0]),
-    '[0, 1, 2, ..., 6, 7, 8]': (range(9), range(8)),
-    '[0, 1, 2, 3, 4, 5, 6, 7]': (np.arange(8, dtype=np.uint8), range(7)),
-}
-
-
-@pytest.mark.parametrize('text', WRITTEN)
-def test_an_index_is_written_as_numpy_does(text):
-    index, other = WRITTEN[text]
-    assert repr(Index(index)) == f'Index(np.s_[{text}])'
-    assert Index(index) == Index(index)
-    assert hash(Index(index)) == hash(Index(index))
-    assert Index(index) != Index(other)
 
 
 def test_an_index_is_a_copy():
@@ -248,25 +206,3 @@ def test_a_mask_on_rows_is_as_small_as_the_rows():
 
 
 # Bad input.
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ('index', 'problem'),
-    [
-        (np.s_[ROWS:], 'it takes nothing'),
-        (ROWS, 'out of bounds'),
-        (np.s_[0, 0, 0], 'too many indices'),
-        (np.ones(3, bool), 'boolean'),
-        (np.s_[..., 0, ...], 'single ellipsis'),
-    ],
-)
-def test_an_index_that_does_not_fit(index, problem):
-    said = f"{Index(index)} does not fit '{TABLE}', an array of shape (6, 4): "
-    for elements in (Index(index), ~Index(index), Index(0) | Index(index)):
-        with pytest.raises(errors.PartError, match=problem) as caught:
-            filters.Part(elements).mask((ROWS, WIDTH), TABLE)
-        assert str(caught.value).startswith(said)
-    block = nn.stop_gradient(sg.at(TABLE, index))
-    with pytest.raises(errors.PartError, match=problem), block:
-        jax.grad(loss_of)(PARAMS)

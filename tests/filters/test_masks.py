@@ -1,7 +1,6 @@
 """Trees of boolean arrays: everywhere as ``jnp.where`` with a mask by hand."""
 
 import functools
-import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import linen
 
 import flax_sg as sg
 from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
-from flax_sg.filters import indices
 from tests.helpers import extents, oracle
+from tests.helpers.turns import in_turn
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -147,9 +146,8 @@ def traced_by_hand(how: str) -> Any:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize('how', TRACED)
-@pytest.mark.parametrize('name', WAYS)
-def test_traced_masks(name, how):
+@pytest.mark.parametrize(('how', 'name'), in_turn(TRACED, WAYS))
+def test_traced_masks(how, name):
     oracle.assert_same(TRACED[how](WAYS[name]), traced_by_hand(how))
 
 
@@ -180,39 +178,6 @@ def test_masks_of_values_do_not_find_the_programs_of_others():
         oracle.assert_same(
             jax.grad(around_jit)(PARAMS, mask), jax.grad(by_hand)(PARAMS, mask)
         )
-
-
-@pytest.mark.parametrize('name', ['block', 'tree'])
-def test_no_tracer_of_a_mask_is_kept(name):
-    with jax.checking_leaks():
-        jax.jit(jax.grad(WAYS[name]))(PARAMS, FULL)
-
-
-def named(path: Any) -> bool:
-    return path.name == 'kernel'
-
-
-KEPT = {
-    'a mask': lambda: filters.as_filter(MASK),
-    'a mask and a function': lambda: filters.as_filter(MASK) & named,
-    'a mask or a function': lambda: ~filters.as_filter(MASK) | named,
-    'an index': lambda: sg.at('one/kernel', MASK['one']['kernel']),
-    'an index and a function': lambda: sg.at(named, [0]) & 'one/*',
-}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('name', KEPT)
-def test_no_array_is_kept_beside_the_programs_of_a_block(name):
-    def elements():
-        for _ in range(3):  # What other tests have left, too.
-            gc.collect()
-        kinds = filters.Index, indices.Mask
-        return sum(issubclass(type(it), kinds) for it in gc.get_objects())
-
-    before = elements()
-    jax.grad(around_jit)(PARAMS, KEPT[name]())
-    assert elements() == before
 
 
 # Everything else that takes a tree of bools.
@@ -399,49 +364,3 @@ def test_as_values():
 
 
 # Bad input.
-
-
-@pytest.mark.parametrize('array', [np.eye(3, 2, dtype=bool), np.ones((3, 1), bool)])
-def test_a_mask_of_another_shape(array):
-    wrong = {**MASK, 'one': {**MASK['one'], 'kernel': array}}
-    said = r"shape \(3, .\) does not fit 'one/kernel', an array of shape \(3, 3\)"
-    for use in (
-        lambda: in_block(PARAMS, wrong),
-        lambda: jax.grad(in_block)(PARAMS, wrong),
-        lambda: jax.grad(of_tree)(PARAMS, wrong),
-        lambda: jax.jit(jax.grad(of_tree))(PARAMS, wrong),
-        lambda: sg.partition(PARAMS, wrong),
-        lambda: sg.freeze(optax.sgd(1.0), wrong).update(PARAMS, (), PARAMS),
-    ):
-        with pytest.raises(errors.PartError, match=said):
-            use()
-
-
-def test_where_a_traced_mask_has_no_values():
-    for use in (
-        lambda mask: sg.partition(PARAMS, mask),
-        lambda mask: sg.mask(PARAMS, trained=mask),
-        lambda mask: testing.assert_flows(
-            functools.partial(in_block, mask=mask), mask, PARAMS
-        ),
-    ):
-        with pytest.raises(errors.PartError, match='the mask is traced'):
-            jax.jit(use)(FULL)
-
-
-def test_a_view_of_an_nnx_model():
-    if not hasattr(nnx.Variable, 'get_value'):
-        pytest.skip('flax_sg.nnx needs flax 0.12.1')
-    from flax_sg import nnx as views
-
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    mask = jax.tree.map(lambda w: w > 0.0, nnx.state(model, nnx.Param))
-    hand = jax.tree.map(jnp.logical_not, nnx.to_pure_dict(mask))
-
-    def ours(model):
-        return jnp.sum(views.stop_gradient(model, mask)(X) ** 2)
-
-    grads = nnx.to_pure_dict(nnx.grad(ours)(model))
-    plain = nnx.to_pure_dict(nnx.grad(lambda m: jnp.sum(m(X) ** 2))(model))
-    expected = jax.tree.map(lambda g, m: jnp.where(m, g, 0.0), plain, hand)
-    oracle.assert_same(grads, expected)

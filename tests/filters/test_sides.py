@@ -16,7 +16,6 @@ from tests.helpers import oracle
 
 PARAMS: Any = {'body': {'w': jnp.ones(2)}, 'head': {'w': jnp.array([1.0, 3.0])}}
 MODEL = nn.Sequential([nn.Dense(2), nn.Dense(1)])
-X = jnp.ones((3, 2))
 
 
 def loss(params: Any) -> Any:
@@ -105,11 +104,6 @@ def test_what_is_meant_is_done():
     tx = sg.freeze(optax.sgd(0.1), live & True)
     updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     assert oracle.is_zero(updates['head']) and not oracle.is_zero(updates['body'])
-
-
-def test_what_classes_declare_is_given_as_it_is():
-    with pytest.raises(errors.FilterTypeError, match='has no complement'):
-        sg.freeze(optax.sgd(0.1), ~sg.DECLARED)
 
 
 def test_a_mask_of_optax_has_no_side_and_a_line_of_its_own():

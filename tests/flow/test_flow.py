@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import types
 from typing import Any
 
 import jax
@@ -19,7 +17,6 @@ import flax_sg as sg
 from flax_sg import linen as nn
 from tests.helpers import flows, oracle
 from tests.helpers.described import uses
-from tests.helpers.described.compared import assert_promise_kept
 
 pytestmark = pytest.mark.every_case
 
@@ -101,19 +98,6 @@ def test_an_array_that_is_written():
     else:
         assert oracle.is_zero(gradient)
         assert flow_of(loss, A).status == (('stopped',),)
-
-
-def test_an_array_of_integers_that_is_written():
-    def loss(p):
-        ref = jax.new_ref(jnp.zeros(3, jnp.int32))
-        ref[...] = p['b'].astype(jnp.int32)
-        return p['a'] * ref[...].astype(jnp.float32)
-
-    if hasattr(jax, 'new_ref'):
-        report = flow_of(loss, {'a': A, 'b': B})
-        assert report.status == (('flows', 'stopped'),)
-        by = report.why('output', 'b').by
-        assert by.startswith('a cast to int32 at test_flow.py:')
 
 
 def test_names_that_differ_in_collection_or_slashes():
@@ -223,40 +207,6 @@ def test_a_rule_that_is_told_what_is_perturbed_flows():
     assert not oracle.is_zero(jax.grad(lambda a: fn(a, B).sum())(A))
 
 
-def test_primitives_of_a_user_have_a_rule_each():
-    hijax = pytest.importorskip('jax.experimental.hijax', reason='from jax 0.8 on')
-    base = getattr(hijax, 'HiPrim', None) or hijax.VJPHiPrimitive
-
-    class Product(base):
-        def __init__(self, rule):
-            self.in_avals = (jax.typeof(A), jax.typeof(B))
-            self.out_aval = jax.typeof(A)
-            self.params = {'rule': rule}
-            super().__init__()
-
-        def expand(self, a, b):
-            return a * b
-
-        def vjp_fwd(self, nonzeros, /, a, b):
-            return a * b, (a, b)
-
-        def vjp_bwd_retval(self, kept, g):
-            return self.rule(g, *kept)
-
-    first = Product(lambda g, a, b: (g * b, jnp.zeros(3)))
-    second = Product(lambda g, a, b: (jnp.zeros(3), g * a))
-    nothing = Product(lambda g, a, b: (jnp.ones(3), g * a))
-
-    def fn(p):
-        one, other = first(p['a'], p['b']), second(p['c'], p['d'])
-        return one + other + jnp.sign(nothing(p['e'], p['f']))
-
-    params = dict(zip('abcdef', (A, B) * 3, strict=True))
-    report = flow_of(fn, params)
-    assert report.live == (True, False, False, True, False, False)
-    assert_promise_kept(report, [oracle.grads(fn, params)[0][0]])
-
-
 @pytest.mark.usefixtures('standard_promotion')
 def test_what_an_fp8_layer_makes_out_of_nothing_flows():
     # Its rules give the new scales as the gradients of the old ones, whatever comes in.
@@ -281,9 +231,7 @@ def test_values_without_a_gradient_are_stopped():
 def test_what_classes_declare_is_followed_and_a_filter_takes_its_place():
     @sg.trainable('kernel')
     @functools.partial(
-        jax.tree_util.register_dataclass,
-        data_fields=['kernel', 'mean'],
-        meta_fields=[],
+        jax.tree_util.register_dataclass, data_fields=['kernel', 'mean'], meta_fields=[]
     )
     @dataclasses.dataclass
     class Layer:
@@ -366,63 +314,6 @@ def test_each_use_of_a_parameter_is_seen():
         why = report.why(output, 'w')
         assert 'test_flow.py' in why.lines[0] and 'parts' in why.lines[0]
         assert why.by.startswith('stop_gradient(') == is_stopped
-
-
-def first_user_of_a_cache(w):
-    return jnp.take(w, jnp.array([[[0], [1]]]), axis=0)
-
-
-def test_the_line_is_not_that_of_who_filled_a_cache():
-    index = jnp.array([[[0], [1]]])
-    jax.make_jaxpr(first_user_of_a_cache)(THREE)
-
-    @jax.jit
-    def mine(w):
-        return jnp.take(w, index, axis=0)
-
-    def called_first(w):
-        return mine(w)
-
-    for fn in (called_first, lambda w: mine(w)):
-        report = flow_of(lambda p, fn=fn: fn(p['w']), {'w': A})
-        [line] = report.why('output', 'w').lines
-        assert line.endswith('<locals>.mine)')
-
-
-def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
-    cell = '/tmp/ipykernel_7/4711.py'
-    compiler = types.SimpleNamespace(format_code_name={cell: ('Cell', 'In[3]')}.get)
-    shell = types.SimpleNamespace(compile=compiler)
-    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
-    monkeypatch.setitem(sys.modules, 'IPython', ipython)
-    program: dict[str, Any] = {'nn': nn, 'jnp': jnp}
-    text = (
-        '\ndef loss(p):\n    return 2.0 * p\n'
-        'class Kept(nn.Module):\n    @nn.compact\n    def __call__(self, x):\n'
-        "        with nn.stop_gradient('w'):\n"
-        "            return x * self.param('w', nn.initializers.ones, ())\n"
-    )
-    exec(compile(text, cell, 'exec'), program)
-
-    def source(fn):
-        return flow_of(fn, THREE).why('output', '').lines[0]
-
-    assert source(program['loss']) == 'In[3]:3 (loss)'
-    kept = flow_of(program['Kept'](), {'params': {'w': 1.0}}, 2.0)
-    assert kept.why('output', 'w').by == "stop_gradient(Glob('w')) at In[3]:7"
-    # An imported file; and IPython without a notebook.
-    assert source(first_user_of_a_cache).startswith('test_flow.py:')
-    ipython.get_ipython = lambda: None
-    assert source(program['loss']) == '4711.py:3 (loss)'
-
-
-def test_code_that_is_run_as_a_text_has_lines():
-    names: dict[str, Any] = {'jnp': jnp}
-    text = "def loss(p):\n    return jnp.sum(jnp.sign(p['a']) * p['b'])\n"
-    exec(compile(text, '<string>', 'exec'), names)
-    report = flow_of(names['loss'], {'a': A, 'b': B})
-    assert report.status == (('stopped', 'flows'),)
-    assert '<string>:2' in report.why('output', 'a').lines[0]
 
 
 # Bad input

@@ -15,7 +15,6 @@ from flax.core.meta import Partitioned
 from jax import lax
 
 import flax_sg as sg
-from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import Derived, as_filter
 from flax_sg.trees.leaves import leaves_of
@@ -110,36 +109,6 @@ def test_every_gradient_call_takes_it():
     [found] = live.filters
     both = Derived(found.selected | root, found.known | root)
     oracle.assert_same(sg.vjp(loss, PARAMS, X, wrt=both)[1](1.0)[0], grads)
-
-
-def test_a_block_of_a_module_takes_it_by_names_from_this_module():
-    class Inner(nn.Module):
-        where: Any
-
-        @nn.compact
-        def __call__(self, x):
-            with nn.stop_gradient(self.where):
-                return nn.Dense(2, name='a')(x) + nn.Dense(2, name='b')(x)
-
-    class Outer(nn.Module):
-        where: Any = False
-
-        @nn.compact
-        def __call__(self, x):
-            return Inner(self.where, name='inner')(x)
-
-    params = Outer().init(jax.random.key(0), X)['params']
-    live = sg.live(lambda p: p['a'], params['inner'])
-
-    def out(params):
-        return jnp.sum(Outer(live & True).apply({'params': params}, X))
-
-    with pytest.raises(errors.UnknownNameError, match="There was no 'a/kernel'"):
-        whole = sg.live(lambda p: p['inner']['a'], params)
-        Outer(whole & True).apply({'params': params}, X)
-    grads = jax.grad(out)(params)['inner']
-    assert oracle.is_zero(grads['a'])
-    assert not oracle.is_zero(grads['b'])
 
 
 def test_a_derived_selection_may_be_empty():

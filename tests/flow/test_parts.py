@@ -16,6 +16,7 @@ import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
 from tests.helpers import oracle
+from tests.helpers.turns import in_turn
 
 pytestmark = pytest.mark.every_case
 
@@ -62,11 +63,6 @@ def in_a_scan(params: Any) -> jax.Array:
 
 def twice(params: Any) -> jax.Array:
     return in_block(np.s_[:4])(params) + in_block(np.s_[2:])(params)
-
-
-def around_a_cond(params: Any) -> jax.Array:
-    with nn.stop_gradient(sg.at(TABLE, np.s_[:4])):
-        return lax.cond(read(params) > 0.0, read, lambda p: 2.0 * read(p), params)
 
 
 stop = lax.stop_gradient
@@ -132,8 +128,7 @@ def trained(loss: Any, params: Any, tx: Any) -> Any:
 
 
 @pytest.mark.usefixtures('standard_promotion')
-@pytest.mark.parametrize('transform', TRANSFORMS)
-@pytest.mark.parametrize('name', LOSSES)
+@pytest.mark.parametrize(('name', 'transform'), in_turn(LOSSES, TRANSFORMS))
 def test_what_is_stopped_stays_to_the_last_bit(name, transform):
     loss, stopped = LOSSES[name]
     stopped = np.broadcast_to(stopped, (6, 3))
@@ -173,9 +168,10 @@ def stack(frozen: Any) -> linen.Module:
 
 @pytest.mark.usefixtures('standard_promotion')
 @pytest.mark.parametrize(
-    'frozen', [slice(0, 3), [0, 2], [0, 2, 4, 6], -1, [True] * 3 + [False] * 5]
+    ('frozen', 'transform'),
+    in_turn([slice(0, 3), [0, 2, 4, 6], -1, [True] * 3 + [False] * 5], TRANSFORMS),
 )
-def test_frozen_layers_of_a_scan(frozen):
+def test_frozen_layers_of_a_scan(frozen, transform):
     model, x = stack(frozen), jnp.ones(3)
     params = stack(None).init(jax.random.key(0), x, None)['params']
 
@@ -184,16 +180,13 @@ def test_frozen_layers_of_a_scan(frozen):
 
     stopped = np.zeros(8, bool)
     stopped[frozen] = True
-    for transform in TRANSFORMS.values():
-        new = trained(loss, params, transform())
-        for old, leaf in zip(
-            jax.tree.leaves(params), jax.tree.leaves(new), strict=True
-        ):
-            same = np.asarray(old == leaf).reshape(8, -1)
-            assert same.all(1).tolist() == same.any(1).tolist() == stopped.tolist()
-        state = sg.freeze(transform(), ~sg.live(loss, params)).init(params)
-        sizes = {len(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim}
-        assert sizes == {np.sum(~stopped)}
+    new = trained(loss, params, TRANSFORMS[transform]())
+    for old, leaf in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
+        same = np.asarray(old == leaf).reshape(8, -1)
+        assert same.all(1).tolist() == same.any(1).tolist() == stopped.tolist()
+    state = sg.freeze(TRANSFORMS[transform](), ~sg.live(loss, params)).init(params)
+    sizes = {len(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim}
+    assert sizes == {np.sum(~stopped)}
     table = sg.tabulate(model, x, None)
     live = int((~stopped).sum()) * 12
     assert table.splitlines()[-1].startswith(f'Trainable: {live} ({live * 4} B)')
@@ -229,22 +222,6 @@ def test_a_part_that_depends_on_data_is_not_guessed():
         for holds in (testing.assert_flows, testing.assert_stopped):
             with pytest.raises(sg.errors.ExpectationError, match='trained in part'):
                 holds(report, TABLE)
-
-
-def test_a_part_around_a_cond_is_known_or_refused():
-    """Before jax 0.12 the mask of a branch is among what all branches save."""
-    live = sg.live(around_a_cond, PARAMS)
-    assert (
-        sg.gradient_flow(around_a_cond, PARAMS).status_of('output', TABLE) == 'partly'
-    )
-    grads = sg.grad(around_a_cond, wrt=live)(PARAMS)
-    oracle.assert_same(grads, jax.grad(around_a_cond)(PARAMS))
-    tx = sg.freeze(optax.sgd(0.1, 0.9), ~live)
-    if 'a part, told at' in repr(live):
-        with pytest.raises(sg.errors.PartError, match='Name the part'):
-            tx.init(PARAMS)
-    else:
-        assert tx.init(PARAMS)[0].trace['embed']['embedding'].shape == (2, 3)
 
 
 def test_what_is_overwritten_without_a_stop_is_trained():
@@ -321,31 +298,6 @@ def test_a_stop_around_what_jax_does_not_differentiate():
         sg.freeze(optax.sgd(0.1), ~sg.live(loss, params)).init(params)
 
 
-def test_modules_take_the_arguments_of_apply():
-    class Norm(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x))
-            return nn.Frozen(nn.Dense(2))(nn.Dropout(0.5, deterministic=not train)(x))
-
-        def first(self, x):
-            return x * self.variables['params']['Dense_0']['bias']
-
-    model, x = Norm(), jnp.ones((4, 3))
-    variables = model.init(jax.random.key(0), x, train=False)
-    rngs = {'dropout': jax.random.key(1)}
-    options = {'rngs': rngs, 'mutable': ['batch_stats'], 'train': True}
-    live = sg.live(model, variables, x, **options)
-    mask = sg.mask(variables['params'], trained=live)
-    assert mask == {
-        'Dense_0': {'bias': True, 'kernel': True},
-        'BatchNorm_0': {'bias': True, 'scale': True},
-        'Dense_1': {'bias': False, 'kernel': False},
-    }
-    live = sg.live(model, variables, jnp.ones(3), method='first')
-    assert jax.tree.leaves(sg.mask(variables, trained=live)).count(True) == 1
-
-
 # By name: of parameters and a row. A number for each row decides which branch runs.
 BRANCHES = {
     'of two parameters': lambda p, row: lax.cond(
@@ -392,8 +344,7 @@ FOR_EACH_ROW = {
 }
 
 
-@pytest.mark.parametrize('way', FOR_EACH_ROW)
-@pytest.mark.parametrize('branch', BRANCHES)
+@pytest.mark.parametrize(('branch', 'way'), in_turn(BRANCHES, FOR_EACH_ROW))
 def test_a_branch_for_each_row_is_reported_as_one_for_all(branch, way):
     """``vmap`` runs all branches, and stops their inputs for the other rows."""
     fn, params = BRANCHES[branch], {'w': jnp.ones(5), 'b': jnp.ones(())}

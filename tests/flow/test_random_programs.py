@@ -56,10 +56,7 @@ def symbolic(x, y):
 
 
 symbolic.defvjp(
-    lambda x, y: (
-        (x.value * 2.0, y.value),
-        (x.perturbed, y.perturbed),
-    ),
+    lambda x, y: ((x.value * 2.0, y.value), (x.perturbed, y.perturbed)),
     lambda kept, cts: tuple(
         jnp.zeros(SHAPE) if isinstance(ct, jax.custom_derivatives.SymbolicZero) else ct
         for ct in (cts if all(kept) else cts[::-1])

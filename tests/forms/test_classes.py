@@ -7,7 +7,6 @@ from typing import Any
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import flax_sg as sg
@@ -181,26 +180,6 @@ def test_it_is_a_value():
     assert repr(known) == "<of_type(Dense): 'bias', 'kernel'>"
     with pytest.raises(TypeError, match='must be a class'):
         of_type(fnn.Dense(2))  # pyright: ignore[reportArgumentType]
-
-
-def test_for_trees():
-    model = Model('compact')
-    params = model.init(KEY, X)['params']
-    norms = of_type(fnn.LayerNorm, model, X)
-    mask = jax.tree.leaves(sg.mask(params, frozen=norms))
-    assert mask == list(map(is_in_norm, trained(model, params)))
-    grads = sg.grad(loss_of(model), wrt=norms)(params)
-    assert len(jax.tree.leaves(grads)) == sum(mask)
-    tx = sg.freeze(optax.sgd(1.0), norms)
-    some = jax.tree.map(jnp.ones_like, params)
-    updates, _ = tx.update(some, tx.init(params), params)
-    moved = optax.apply_updates(params, updates)
-    pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True)
-    assert [not jnp.any(a != b) for a, b in pairs] == mask
-    with pytest.raises(errors.UnknownNameError, match='There was no'):
-        sg.mask({'elsewhere': 1.0}, frozen=norms)
-    with pytest.raises(errors.UnusedFilterError):
-        sg.mask(params, frozen=of_type(fnn.Conv, model, X))
 
 
 class Critic(fnn.Module):

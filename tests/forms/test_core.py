@@ -106,27 +106,6 @@ def test_a_function_of_a_scope(name):
         assert_same(actual, expected, variables, X)
 
 
-def test_nothing_before_or_after_is_stopped():
-    frozen = core.stop_gradient(bare, 'kernel')
-
-    def three(scope, x):
-        child = scope.push('enc')
-        return tuple(f(child, x) for f in (bare, frozen, bare))
-
-    def expected(v, x):
-        p = v['params']['enc']
-        stop = jax.lax.stop_gradient(p['kernel'])
-        return tuple(x @ w + p['bias'] for w in (p['kernel'], stop, p['kernel']))
-
-    for mutable in (False, True):
-
-        def actual(v, x, mutable=mutable):
-            out = apply(three, mutable=mutable)(v, x)
-            return out[0] if mutable else out
-
-        assert_same(actual, expected, {'params': VARIABLES['params']}, X)
-
-
 @pytest.mark.parametrize('place', ['over', 'under'])
 def test_with_a_lift_of_flax(place):
     def jitted(fn):
@@ -145,17 +124,3 @@ def test_with_a_lift_of_flax(place):
 
     for _ in range(2):
         assert_same(actual, expected, ENC['params'], X)
-
-
-def test_paths_are_relative_to_the_scope():
-    seen: list[str] = []
-
-    def where(path):
-        seen.append(f'{path} {path.absolute}')
-        return True
-
-    def fn(scope, x):
-        return scope.child(core.stop_gradient(layer, where), 'enc')(x)
-
-    apply(fn)({kind: {'enc': tree} for kind, tree in ENC.items()}, X)
-    assert sorted(seen) == ['bias enc/bias', 'kernel enc/kernel']

@@ -11,6 +11,7 @@ from flax import linen
 from flax_sg import filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.turns import in_turn
 
 pytestmark = pytest.mark.every_case
 
@@ -88,13 +89,7 @@ def told(lift: str, off: tuple[bool, ...]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ('name', 'lift', 'wrap'),
-    [
-        (name, lift, (nn.Frozen, nn.mirror)[row % 2])
-        for row, name in enumerate(WHERE)
-        for column, lift in enumerate(LIFTS)
-        if (row + column) % 2 == 0
-    ],
+    ('name', 'lift', 'wrap'), in_turn(WHERE, LIFTS, (nn.Frozen, nn.mirror))
 )
 def test_dropout_is_off_where_the_filter_says(name, lift, wrap):
     where, off = WHERE[name]
@@ -145,29 +140,6 @@ scan = functools.partial(
     split_rngs={'params': True, 'dropout': True},
     length=2,
 )
-
-
-def test_in_the_body_of_a_scan():
-    class Body(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x, _):
-            x = self.wrap(Attends(name='attends'))(x, False)
-            return linen.Dropout(0.5, deterministic=False)(x), None
-
-    class Hand(linen.Module):
-        @linen.compact
-        def __call__(self, x, _):
-            x = Attends(name='attends')(x, True)
-            return linen.Dropout(0.5, deterministic=False)(x), None
-
-    variables = scan(Hand)().init(RNGS, X, None)
-    frozen = scan(Body)(functools.partial(nn.Frozen, state='eval'))
-    oracle.assert_same(
-        frozen.apply(variables, X, None, rngs=RNGS),
-        scan(Hand)().apply(variables, X, None, rngs=RNGS),
-    )
 
 
 @pytest.mark.parametrize('where', [True, 'attends/**'])

@@ -137,13 +137,6 @@ def test_factors(case, turned):
             oracle.assert_same(grads(Makes(rewrite(fnn.Dense))), scaled(factor))
 
 
-def test_classes_of_many_factors():
-    for factor in range(MANY // 2):  # A class may get the id of one that is gone.
-        cls = nn.reverse_gradient('kernel', float(factor % 7))(fnn.Dense)
-        oracle.assert_same(grads(Makes(cls)), scaled(-float(factor % 7)))
-        oracle.assert_same(grads(Holds(cls(2)), 'inner'), scaled(-float(factor % 7)))
-
-
 @pytest.mark.parametrize('rows', [(-1, -2), (-2, -1)])
 def test_indices(rows):
     for row in rows:
@@ -169,32 +162,6 @@ def test_weak_types():
         block = nn.map_cotangent('**/kernel', plus, factor)
         expected = {**PLAIN, 'kernel': PLAIN['kernel'] + 1.0}
         oracle.assert_same(grads(Opens(block)), expected)
-
-
-def test_random_keys():
-    def noise(path: sg.Path, ct: Any, key: Any) -> Any:
-        return ct + jax.random.normal(key, ct.shape)
-
-    for seed in (1, 2, 1):
-        key = jax.random.key(seed)
-        block = nn.map_cotangent('**/kernel', noise, key)
-        expected = PLAIN['kernel'] + jax.random.normal(key, (2, 2))
-        oracle.assert_same(grads(Opens(block)), {**PLAIN, 'kernel': expected})
-
-
-def test_a_random_key_among_substituted_values():
-    class Draws(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            key = self.variable('params', 'key', lambda: jax.random.key(0))
-            return x + jax.random.normal(key.value, x.shape)
-
-    variables = Draws().init(jax.random.key(0), X)
-    for seed in (1, 2):
-        key = jax.random.key(seed)
-        with nn.substitute({'key': key}):
-            found = Draws().apply(variables, X)
-        oracle.assert_same(found, X + jax.random.normal(key, X.shape))
 
 
 base = fnn.Dense(2)

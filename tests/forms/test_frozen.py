@@ -4,7 +4,6 @@ What it should compute comes from the same program without it, on copies of the 
 that are stopped by hand.
 """
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -473,11 +472,11 @@ class Adapter(linen.Module):
 
 
 MODELS: dict[str, Callable[[Wrap], Any]] = {
+    'shares its scope': model(lambda _, wrap, x: Adapter(wrap=wrap)(x)),
     'a frozen cell': model(
         lambda _, wrap, x: linen.RNN(wrap(linen.GRUCell(4)))(x[:, None])[:, 0]
     ),
     'cells from elsewhere': Cells,
-    'shares its scope': model(lambda _, wrap, x: Adapter(wrap=wrap)(x)),
 }
 
 
@@ -574,82 +573,6 @@ def test_a_finished_model() -> None:
 # State.
 
 
-class Normed(linen.Module):
-    """Layers with a switch for what they use, and a state of its own."""
-
-    switch: bool | None = None
-
-    @linen.compact
-    def __call__(self, x, train: bool = True):
-        norm = linen.BatchNorm(self.switch, momentum=0.5, name='norm')
-        x = norm(x, None if self.switch is not None else not train)
-        x = linen.SpectralNorm(linen.Dense(4))(x, update_stats=train)
-        count = self.variable('counts', 'n', lambda: jnp.zeros(()))
-        if not self.is_initializing():
-            count.value = count.value + 1.0
-        return x * (1.0 + count.value)
-
-
-@pytest.mark.parametrize('switch', [None, False])
-def test_state(switch: bool | None) -> None:
-    """What it computes and writes, in ``nn.jit`` where the switch is a field."""
-    lift = bare if switch is None else linen.jit
-    plain = Field(lift(Normed)(switch))
-    # Statistics unlike those of the batch.
-    variables = jax.tree.map(lambda v: v + 0.5, plain.init(KEY, X))
-    mutable = ['batch_stats', 'counts']
-
-    def run(model: Any, **kwargs: Any) -> Any:
-        # Eager operations are fused in one way or the other, by the version of JAX.
-        fn = functools.partial(model.apply, mutable=mutable, **kwargs)
-        return stepwise.evaluate(fn, variables, X)
-
-    by_batch, updated = run(plain)
-    trained = None if switch is None else True
-    by_average, _ = run(Field(Normed(trained), train=False))
-    assert not (by_average == by_batch).all()
-    held = {col: variables[col] for col in mutable}
-    assert not is_zero(jax.tree.map(jnp.subtract, updated, held))
-    for state, expected in (
-        ('hold', (by_batch, held)),
-        ('eval', (by_average, held)),
-        ('update', (by_batch, updated)),
-    ):
-        model = Field(nn.Frozen(lift(Normed)(switch), state=state))
-        assert_same(model.init(KEY, X), plain.init(KEY, X))
-        assert_same(run(model), expected)
-
-        def loss(params: Any, model: Any = model) -> Any:
-            given = {**variables, 'params': params}
-            return jnp.sum(model.apply(given, X, mutable=mutable)[0] ** 2)
-
-        gradient = jax.jit(jax.grad(loss))(variables['params'])
-        assert is_zero(gradient['inner']) and not is_zero(gradient['other'])
-
-
-def test_a_trace_of_jit_belongs_to_one_choice_of_state() -> None:
-    cls = linen.jit(linen.BatchNorm)
-
-    class Model(linen.Module):
-        states: Any
-
-        @linen.compact
-        def __call__(self, x):
-            norm = cls(use_running_average=False)
-            return [nn.Frozen(norm, state=state)(x) for state in self.states]
-
-    variables = Model(('hold',)).init(KEY, X)
-    mutable = ['batch_stats']
-    alone = {col: next(iter(tree.values())) for col, tree in variables.items()}
-    by_batch, _ = linen.BatchNorm(False).apply(alone, X, mutable=mutable)
-    by_average = linen.BatchNorm(True).apply(alone, X)
-    found = {'hold': by_batch, 'eval': by_average}
-    for order in (tuple(found), tuple(found)[::-1]):
-        out, _ = Model(order).apply(variables, X, mutable=mutable)
-        for state, value in zip(order, out, strict=True):
-            assert jnp.allclose(value, found[state], atol=1e-5), order
-
-
 @pytest.mark.parametrize('lift', [bare, linen.jit])
 def test_what_is_sown_under_held_state_is_kept(lift: Any) -> None:
     """In whatever collection, and also where a cached trace runs no Python."""
@@ -687,29 +610,6 @@ def test_what_is_sown_under_held_state_is_kept(lift: Any) -> None:
             assert_same(losses['Sows_0'], expected['Sows_0'])
             assert losses['sum'] > expected['sum'] / 2
             assert written['counts']['inner']['Sows_0']['n'] == count + 2
-
-
-def test_held_state_comes_back_after_an_exception() -> None:
-    class Fails(linen.Module):
-        def setup(self):
-            self.n = self.variable('counts', 'n', lambda: jnp.zeros(()))
-
-        def __call__(self):
-            if not self.is_initializing():
-                self.n.value = self.n.value + 1.0
-                raise ZeroDivisionError
-
-    class Catches(linen.Module):
-        def setup(self):
-            self.inner = nn.Frozen(Fails(), state='hold')
-
-        def __call__(self):
-            with contextlib.suppress(ZeroDivisionError):
-                self.inner()
-
-    variables = Catches().init(KEY)
-    _, written = Catches().apply(variables, mutable=['counts'])
-    assert_same(written, variables)
 
 
 # As a value.

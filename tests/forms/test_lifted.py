@@ -1,9 +1,7 @@
 """Module classes, methods and functions, lifted by a rewrite."""
 
 import functools
-import gc
 import inspect
-import weakref
 from typing import Any
 
 import flax.linen as fnn
@@ -11,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
 from tests.helpers.described.caches import forget_contexts
@@ -227,12 +224,6 @@ def test_a_lifted_class_is_the_class_by_name():
     assert set(shapes['params']) == {'Compact_0', 'named'}
 
 
-def test_a_stopped_class_is_not_kept_for_others():
-    stopped = weakref.ref(nn.stop_gradient(fnn.Dense, 'kern*'))
-    gc.collect()
-    assert stopped() is None
-
-
 @pytest.mark.parametrize(
     ('methods', 'encode', 'decode'),
     [
@@ -342,45 +333,3 @@ def test_a_decorated_function_looks_like_the_function():
     variables = {'params': PARAMS}
     expected = MODEL.apply(variables, X, method='encode')
     oracle.assert_same(jitted(variables, X, method='encode'), expected)
-
-
-async def coroutine(params):
-    return call(params, X)
-
-
-async def in_turn(params):
-    yield call(params, X)
-
-
-def steps(params):
-    yield call(params, X)
-
-
-@pytest.mark.parametrize('fn', [coroutine, in_turn, steps], ids=lambda fn: fn.__name__)
-def test_a_function_whose_body_runs_later_is_refused(fn):
-    """A block around the call would be closed when the body reads its parameters."""
-    returned = fn(PARAMS)
-    for module in (None, MODEL.bind({'params': PARAMS})):
-        with pytest.raises(errors.ArgumentTypeError, match='runs when the call'):
-            nn.stop_gradient(lambda module: returned, True)(module)
-    if fn is coroutine:
-        returned.close()
-
-
-def test_a_method_that_flax_does_not_wrap_sets_up_nothing():
-    class Kept(fnn.Module):
-        def setup(self):
-            self.w = self.param('w', fnn.initializers.ones, (3,))
-
-        def __call__(self, x):
-            return x * self.w
-
-    mapped = fnn.vmap(Kept, axis_size=2, **oracle.STACKED)
-
-    class Mean(mapped):
-        @fnn.nowrap
-        def __call__(self, x):
-            return super().__call__(x).mean(0)
-
-    for cls in (Mean, nn.stop_gradient(Mean, True)):
-        assert cls().init(KEY, X)['params']['w'].shape == (2, 3)

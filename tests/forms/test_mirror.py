@@ -1,6 +1,5 @@
 """`nn.mirror`: the same parameters, or other values, seen through a stop."""
 
-import functools
 from typing import Any
 
 import jax
@@ -234,47 +233,6 @@ def test_a_view_that_jit_is_given_draws_what_the_module_draws(order: str) -> Non
         assert_same(found[number], bare[order[:number].count(kind)])
 
 
-def test_views_of_views_draw_what_the_module_draws() -> None:
-    class Looks(linen.Module):
-        def setup(self):
-            self.drop = linen.Dropout(0.5, deterministic=False)
-
-        def once(self, x):
-            return self.drop(x)
-
-        def __call__(self, x):
-            return self.drop(x), nn.mirror(self).once(x)
-
-    module, x = Looks().bind({}, rngs=RNGS), jnp.ones(20)
-    drawn = [module.drop(x) for _ in range(3)]
-    assert not (drawn[0] == drawn[1]).all()
-    of_view, inner = nn.mirror(module), nn.mirror(nn.mirror(module.drop))
-    assert_same([of_view(x) for _ in range(3)], [(y, y) for y in drawn])
-    assert_same([inner(x) for _ in range(3)], drawn)
-
-
-@pytest.mark.parametrize('rngs', ['same', 'fresh'])
-def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> None:
-    class Grows(linen.Module):
-        @linen.compact
-        def __call__(self, x, more=False):
-            init = linen.initializers.normal()
-            x = x * self.param('a', init, (1, 4))
-            return x + self.param('b', init, (1, 4)) if more else x
-
-    class Model(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x):
-            module = Grows()
-            return self.wrap(module)(x) + module(x, more=True)
-
-    plain = Model(lambda module: module).init(RNGS, X)
-    model = Model(functools.partial(nn.mirror, rngs=rngs))
-    assert_same(model.init(RNGS, X), plain)
-
-
 # Other values.
 
 
@@ -310,41 +268,6 @@ def test_other_values_in_jit_are_new_each_time() -> None:
                 assert jnp.allclose(seen, linen.Dense(4).apply(other, X))
 
 
-def test_a_view_of_other_values_prints_none_of_them() -> None:
-    tree = {'params': Dense2().init(RNGS, X)['params']}
-    text = repr(nn.mirror(Dense2(), variables=tree))
-    assert 'layers_0/kernel' in text
-    assert 'Array' not in text
-
-
-def test_blocks_around_a_mirror() -> None:
-    """They rewrite what the module stores, and other values stand in place of it."""
-
-    class Model(linen.Module):
-        where: Any
-
-        def setup(self):
-            self.inner = Dense2()
-
-        def __call__(self, x, other):
-            with nn.stop_gradient(self.where):
-                return nn.mirror(self.inner, False, variables=other)(x), self.inner(x)
-
-    params = Model('**').init(RNGS, X, None)['params']
-    other = jax.tree.map(lambda leaf: leaf + 1, params['inner'])
-    for where in ('inner/scale', 'inner/layers_0/**'):
-
-        def actual(params: Any, other: Any, where: Any = where) -> Any:
-            return Model(where).apply({'params': params}, X, {'params': other})
-
-        def expected(params: Any, other: Any, where: Any = where) -> Any:
-            start = where.removeprefix('inner/').removesuffix('/**')
-            trees = other, stopped(params['inner'], oracle.below(start))
-            return tuple(Dense2().apply({'params': tree}, X) for tree in trees)
-
-        oracle.assert_same_function(actual, expected, params, other)
-
-
 def test_a_collection_of_other_values_that_is_written_reads_as_they_are() -> None:
     """In each call anew: what a call writes is dropped, as with ``state='hold'``."""
 
@@ -364,28 +287,6 @@ def test_a_collection_of_other_values_that_is_written_reads_as_they_are() -> Non
         seen, written = model.apply(variables, 0.0, other, mutable='counts')
         assert [float(y) for y in seen] == [21.0, 21.0, 10.0]
         assert float(written['counts']['inner']['n']) == 6.0
-
-
-@pytest.mark.parametrize('boxed', [(True, False), (False, True), (True, True)])
-def test_other_values_in_boxes_or_without(boxed):
-    init = linen.with_partitioning(linen.initializers.ones, ('in', 'out'))
-
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x, other=None):
-            dense = linen.Dense(2, name='dense', kernel_init=init)
-            return dense(x), nn.mirror(dense, variables=other)(x)
-
-    net, x = Net(), jnp.ones((1, 2))
-    variables = net.init(jax.random.key(0), x)
-    average = jax.tree.map(lambda w: 3 * w, variables['params']['dense'])
-    bare = linen.meta.unbox
-    params = variables if boxed[0] else bare(variables)
-    other = {'params': average if boxed[1] else bare(average)}
-    one, mirrored = net.apply(params, x, other)
-    oracle.assert_same(mirrored, 3 * one)
-    grads = jax.grad(lambda o: jnp.sum(net.apply(params, x, o)[1]))(other)
-    assert not any(g.any() for g in jax.tree.leaves(grads))
 
 
 class Towers(linen.Module):

@@ -1,6 +1,7 @@
 """Running statistics that are held by path: `state=` with `where=`."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import linen
 from flax_sg import filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.turns import in_turn
 
 KEY = jax.random.key(7)
 X = jnp.array([[0.5, -1.0, 2.0, 1.0], [1.5, 0.25, -0.75, -2.0]])
@@ -45,23 +47,23 @@ def static_jit(cls: Any) -> Any:
     return linen.jit(cls, static_argnums=(2,))
 
 
-@pytest.mark.parametrize('state', ['hold', 'eval'])
-@pytest.mark.parametrize(
-    ('where', 'held'),
-    [
-        ('stage_1/**', {1}),
-        (['stage_0/**', 'stage_1/**'], {0, 1}),
-        ('**/kernel', set()),
-        (lambda path: path.startswith('stage_2'), {2}),
-        (True, {0, 1, 2}),
-    ],
-)
-@pytest.mark.parametrize(('lift', 'wrap'), [(bare, nn.mirror), (static_jit, nn.Frozen)])
-def test_state_is_held_where_the_filter_says(
-    wrap: Any, lift: Any, where: Any, held: set[int], state: str
-) -> None:
+WHERE: dict[str, tuple[Any, set[int]]] = {
+    'a glob': ('stage_1/**', {1}),
+    'a list': (['stage_0/**', 'stage_1/**'], {0, 1}),
+    'some of each': ('**/kernel', set()),
+    'a function': (lambda path: path.startswith('stage_2'), {2}),
+    'all': (True, {0, 1, 2}),
+}
+WRAPS = {'mirror': (bare, nn.mirror), 'Frozen in jit': (static_jit, nn.Frozen)}
+HOW = [*itertools.product(('hold', 'eval'), WRAPS)]
+
+
+@pytest.mark.parametrize(('name', 'how'), in_turn(WHERE, HOW, times=2))
+def test_state_is_held_where_the_filter_says(name: str, how: tuple[str, str]) -> None:
     """Stages of one class share a trace of ``nn.jit``, unless it is told apart."""
-    check(wrap(Stages(lift), where, state=state), held, state)
+    (where, held), (state, wrap) = WHERE[name], how
+    lift, wrapped = WRAPS[wrap]
+    check(wrapped(Stages(lift), where, state=state), held, state)
 
 
 @pytest.mark.parametrize('state', ['hold', 'eval'])
@@ -172,26 +174,6 @@ def test_a_layer_that_is_told_by_a_module_around_it(where: Any) -> None:
     oracle.assert_same(stats['a'], variables['batch_stats']['net']['a'])
     assert stats['b']['mean'].any()
     assert all(jnp.allclose(y.mean(0), 0.0, atol=1e-6) for y in found)
-
-
-class InADict(linen.Module):
-    @linen.compact
-    def __call__(self, x, use_running_average=False):
-        stats = self.variable('batch_stats', 'all', lambda: {'mean': jnp.ones(())})
-        if not (use_running_average or self.is_initializing()):
-            stats.value = {'mean': x.mean()}
-        return x - stats.value['mean']
-
-
-def test_statistics_in_a_dict() -> None:
-    variables = InADict().init(KEY, X)
-    expected = InADict().apply(variables, X, use_running_average=True)
-    frozen = nn.Frozen(InADict(), state='eval')
-    oracle.assert_same(frozen.apply(variables, X), expected)
-    found, written = frozen.apply(variables, X, mutable='batch_stats')
-    oracle.assert_same(
-        (found, written['batch_stats']), (expected, variables['batch_stats'])
-    )
 
 
 def test_state_is_held_by_path_in_a_scan() -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Tree = dict[str, Any]
-
 
 def identity(fn: Callable[[Any], Any], value: Any) -> Any:
     """``value``; its cotangent, a tree like it, goes through ``fn``."""

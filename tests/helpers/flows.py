@@ -310,20 +310,12 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     'scanned': (scanned, S, F),
     'scanned_constants': (scanned_constants, F, S),
     'reached_after_two_turns': (reached_after_two_turns, F, S),
-    'decides_a_branch': (
-        lambda a, b: lax.cond(b[0] > 0.0, jnp.sin, jnp.cos, a),
-        F,
-        S,
-    ),
+    'decides_a_branch': (lambda a, b: lax.cond(b[0] > 0.0, jnp.sin, jnp.cos, a), F, S),
     'decides_the_turns': (turns_of_a_loop, F, S),
     'carried_in_vain': (carried_in_vain, F, U),
     'masked_in_a_loop': (masked_in_a_loop, F, S),
     'moved_by_one_place_in_each_turn': (moved_by_one_place_in_each_turn, F, F),
-    'two_loops_that_carry_a_parameter_on': (
-        two_loops_that_carry_a_parameter_on,
-        F,
-        U,
-    ),
+    'two_loops_that_carry_a_parameter_on': (two_loops_that_carry_a_parameter_on, F, U),
     'one_of_the_branches': (one_of_the_branches, F, S),
     # Rules of users.
     'custom_jvp': (jvp_of_one, F, S),

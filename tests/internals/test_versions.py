@@ -155,21 +155,13 @@ def test_the_import_says_what_gradients_need(code, said):
     assert 'supported are flax' in text
 
 
-@pytest.mark.parametrize(
-    ('name', 'said'),
-    [
-        ('get_variable', 'Scope.param has to call get_variable'),
-        ('_partial_pack', "module 'flax.core.lift' has no attribute '_partial_pack'"),
-        ('_populate_collections', 'attributes of a scope'),
-    ],
-)
-def test_a_flax_in_which_a_method_has_another_name(name, said, tmp_path):
+def test_a_flax_in_which_a_method_has_another_name(tmp_path):
     """Such a release is not installed by mistake only: no upper bound keeps it away."""
     folder = Path(fnn.__file__).parents[1]
     shutil.copytree(folder, tmp_path / 'flax', ignore=shutil.ignore_patterns('__pyc*'))
     for part in ('core', 'linen'):
         for file in (tmp_path / 'flax' / part).glob('*.py'):
-            text = re.sub(rf'\b{name}\b', f'{name}_of_later', file.read_text())
+            text = re.sub(r'\bget_variable\b', 'variable_of_later', file.read_text())
             file.write_text(text)
     env = {**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
     command = [sys.executable, '-c', 'import flax_sg']
@@ -178,7 +170,7 @@ def test_a_flax_in_which_a_method_has_another_name(name, said, tmp_path):
         '\n'
     )
     assert head == 'flax_sg needs what this installation does not have:'
-    assert said in line
+    assert 'Scope.param has to call get_variable' in line
     assert others[-3].startswith('Found flax') or 'Found flax' in ''.join(others)
 
 

@@ -28,9 +28,7 @@ def lowered(work: workloads.Workload, loss: workloads.Loss) -> Any:
 
 
 # One workload of each kind. The frozen part of a model makes no new kind.
-IN_CI = {
-    *('three losses', 'ResNet, frozen stem', 'LoRA'),
-}
+IN_CI = {*('three losses', 'ResNet, frozen stem', 'LoRA')}
 
 
 @pytest.mark.parametrize(

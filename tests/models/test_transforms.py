@@ -1,10 +1,9 @@
 """Transforms of Flax in a block, and blocks in the bodies of some.
 
-Those that random models have, too, come once for sure in one of these. Others are used
-in programs. A block in a body is compared with a body that stops the weights by hand at
-that place.
+A block in a body is compared with a body that stops the weights by hand at that place.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +14,8 @@ import pytest
 
 from flax_sg import errors
 from flax_sg import linen as nn
-from tests.helpers.described.compared import check as check_model
-from tests.helpers.described.language import (
-    EVERYTHING,
-    Block,
-    Leave,
-    Residual,
-    Use,
-    Where,
-)
-from tests.helpers.described.models import LIFTS, Composite, Kid, Leaf
+from tests.helpers import oracle
+from tests.helpers.described.language import EVERYTHING, Block, Where
 from tests.helpers.described.uses import (
     USE,
     Route,
@@ -133,41 +124,8 @@ def test_made_in_a_block():
     initialization_is_that_without_blocks(make)
 
 
-# Those that random models have.
-
-
-KERNELS = Where('name', ('w', 'kernel'))
-
-
-@pytest.mark.parametrize('lift', LIFTS)
-def test_a_lifted_function_around_blocks_and_in_them(lift):
-    # What follows is saturated, and without residuals would leave no gradient.
-    use, other = Residual((Use(0, lift),)), Residual((Use(1, lift, EVERYTHING),))
-    body = (
-        Block(KERNELS, (use, other, Leave()), 'scale'),
-        Residual((USE,)),
-        Residual((Block(EVERYTHING, (Block(KERNELS, (use,), 'collection'),)),)),
-    )
-    inner = Composite('setup', (Kid(Leaf('kept')),), (Block(KERNELS, (USE, USE)), USE))
-    check_model(Composite('compact', (Kid(inner), Kid(Leaf('lora'))), body))
-
-
-@pytest.mark.parametrize(
-    'wraps',
-    [
-        *(('scan', 'vmap'), ('scan', 'scan')),
-        *(('remat', 'scan'), ('stop', 'scan'), ('jit', 'stop')),
-    ],
-    ids=' of '.join,
-)
-def test_a_lifted_class_around_blocks_and_in_them(wraps):
-    inside = USE, Block(KERNELS, (USE,)), USE
-    inner = Composite('compact', (Kid(Leaf('dense')),), inside)
-    body = USE, Block(EVERYTHING, (USE,)), USE
-    check_model(Composite('compact', (Kid(inner, wraps, KERNELS),), body))
-
-
-# A block in a lifted function. The owner is the module that the function gets.
+# A block in a lifted function, and around it. The owner of one in it is the module that
+# the function gets.
 
 
 def in_switch(use, part, x):
@@ -184,15 +142,42 @@ def in_value_and_grad(use, part, x):
     return nn.value_and_grad(lambda m, x: jnp.sum(use(m, x)), part, x)
 
 
+def in_vjp(use, part, x):
+    y, pull_back = nn.vjp(use, part, x)
+    return y + pull_back(y)[1]
+
+
+def in_custom_vjp(use, part, x):
+    def backward(pull_back, y_t):
+        return pull_back(y_t * 3.0)
+
+    return nn.custom_vjp(use, functools.partial(nn.vjp, use), backward)(part, x)
+
+
+def in_while_loop(use, part, x):
+    def step(m, carry):
+        return carry[0] + 1, use(m, carry[1])
+
+    carry, options = (0, x), {'broadcast_variables': 'params'}
+    return nn.while_loop(lambda m, c: c[0] < 2, step, part, carry, **options)[1]
+
+
 class Uses(nn.Module):
     lifted: Any
     use: Any
+    around: Any = contextlib.nullcontext
 
     @nn.compact
     def __call__(self, x):
         part = Once(name='part')
         y = part(x)
-        return y, self.lifted(self.use, part, y), part(y)
+        with self.around():
+            z = self.lifted(self.use, part, y)
+        return y, z, part(y)
+
+
+def called(module, x):
+    return module(x)
 
 
 def in_a_block(module, x):
@@ -205,15 +190,70 @@ def by_hand(module, x):
     return module.clone(parent=None, name=None).apply({'params': params}, x)
 
 
+def forward(fn):
+    """What a loop has, of which there is no reverse mode."""
+    return lambda params, x: jax.jvp(
+        fn, (params, x), (jax.tree.map(jnp.cos, params), x)
+    )
+
+
 @pytest.mark.parametrize(
-    'lifted', [in_switch, in_jvp, in_value_and_grad], ids=lambda fn: fn.__name__
+    'lifted',
+    [in_switch, in_jvp, in_value_and_grad, in_vjp, in_custom_vjp, in_while_loop],
+    ids=lambda fn: fn.__name__,
 )
 def test_in_a_lifted_function(lifted):
-    actual, expected = (
-        staged(both(fn_of(Uses(lifted, use), True)))(PART, X)
-        for use in (in_a_block, by_hand)
-    )
-    assert_same(actual, expected)
+    derivatives = forward if lifted is in_while_loop else both
+
+    def run(*how):
+        return staged(derivatives(fn_of(Uses(lifted, *how))))(PART, X)
+
+    expected = run(by_hand)
+    assert_same(run(in_a_block), expected)
+    if lifted is not in_jvp:  # The tangents that it is given begin in the block.
+        assert_same(run(called, lambda: nn.stop_gradient('part/**')), expected)
+
+
+class Layer(nn.Module):
+    """A body of a lifted class, in which a module is used before, in and after."""
+
+    use: Any
+
+    @nn.compact
+    def __call__(self, x, _):
+        part = Once(name='part')
+        return part(self.use(part, part(x))), None
+
+
+MAPPED: Any = {'in_axes': (0, None), 'axis_size': 2, **oracle.STACKED}
+
+
+@pytest.mark.parametrize(
+    'lift',
+    [
+        lambda cls: nn.vmap(nn.scan(cls, length=2, **oracle.STACKED), **MAPPED),
+        lambda cls: nn.scan(nn.vmap(cls, **MAPPED), length=2, **oracle.STACKED),
+        lambda cls: nn.scan(nn.remat(cls), length=2, **oracle.STACKED),
+        lambda cls: nn.remat(nn.scan(cls, length=2, **oracle.STACKED)),
+    ],
+    ids=['vmap of scan', 'scan of vmap', 'scan of remat', 'remat of scan'],
+)
+def test_in_a_lifted_class(lift):
+    xs = jnp.stack([X, -X])
+    variables = lift(Layer)(called).init(jax.random.key(0), xs, None)
+
+    def run(use, around=contextlib.nullcontext, selects=lambda path: False):
+        def fn(params, x):
+            params = stopped(params, selects)
+            with around():
+                return lift(Layer)(use).apply({'params': params}, x, None)[0], {}
+
+        return staged(both(fn))(variables['params'], xs)
+
+    assert_same(run(in_a_block), run(by_hand))
+    kernels = run(called, lambda: nn.stop_gradient('**/kernel'))
+    is_kernel = lambda path: path.endswith('kernel')  # noqa: E731
+    assert_same(kernels, run(called, selects=is_kernel))
 
 
 # A filter sees the names outside of nn.map_variables.

@@ -12,6 +12,7 @@ from flax import nnx
 import flax_sg as sg
 from tests.helpers import oracle
 from tests.helpers.nnx_by_hand import loss_of, pure
+from tests.helpers.turns import in_turn
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -45,9 +46,9 @@ def stepped(model: Any, optimizer: Any, jitted: bool, steps: int = 3) -> None:
         run(model, optimizer, X * (number + 1))
 
 
-@pytest.mark.parametrize('jitted', [False, True])
-@pytest.mark.parametrize('frozen', FROZEN)
-@pytest.mark.parametrize('name', OPTIMIZERS)
+@pytest.mark.parametrize(
+    ('name', 'frozen', 'jitted'), in_turn(OPTIMIZERS, FROZEN, (False, True), times=2)
+)
 def test_an_optimizer_updates_several_times(name, frozen, jitted):
     """By hand: plain dicts of arrays in the place of modules."""
     model, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))

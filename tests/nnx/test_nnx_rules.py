@@ -292,13 +292,3 @@ def test_a_part_with_the_name_of_a_collection():
     model, target = (nnx.Dict(params=Scale(x), head=Scale(x)) for x in (2.0, 5.0))
     view = nnx.substitute(model, target)
     oracle.assert_same([apply(view.params), apply(view.head)], [apply(Scale(5.0))] * 2)
-
-
-def test_values_that_do_not_fit():
-    model = Scale()
-    with pytest.raises(errors.StructureError, match=r"'w'.*\n.*float32\[3\]"):
-        nnx.substitute(model, {'w': jnp.ones(2)})
-    with pytest.raises(errors.UnusedFilterError, match="'u'"):
-        nnx.substitute(model, {'u': ONES})
-    with pytest.raises(errors.StructureError, match='no value'):
-        nnx.substitute(model, {'w': ONES}, where='*')

@@ -12,6 +12,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.graphs.asking import ask, parameters
 from flax_sg.graphs.walks import Walk
 from tests.helpers import oracle
+from tests.helpers.profile import LONG
 
 
 class Node(nnx.Module):
@@ -55,7 +56,7 @@ def expression(draw: random.Random) -> Any:
     return draw.choice([one, ~one, one & two, one | two, one & ~two])
 
 
-@pytest.mark.parametrize('seed', range(25))
+@pytest.mark.parametrize('seed', range(200 if LONG else 8))
 def test_a_glob_takes_a_variable_by_any_of_its_paths(seed: int):
     draw = random.Random(seed)
     model = graph_of(draw)
@@ -90,7 +91,7 @@ def tree_of(draw: random.Random, depth: int, share: float) -> Any:
     return make(depth)
 
 
-@pytest.mark.parametrize('seed', range(25))
+@pytest.mark.parametrize('seed', range(200 if LONG else 8))
 def test_values_with_other_ties(seed: int):
     draw = random.Random(seed)
     depth = draw.randint(1, 3)

@@ -131,17 +131,6 @@ def test_tables():
         assert row.split()[:2] == ['yes', start + 'body/[0-1]/bias']
 
 
-def test_a_table_says_what_it_is_of():
-    """A view is a model: it does not know what is stopped in it."""
-    head = 'What Net trains when it is called. Of a loss: sg.tabulate(model, method='
-    for model in Net(), nnx.stop_gradient(Net(), True):
-        table = sg.tabulate(model, X)
-        assert table.startswith(head) and 'Frozen: 0' in table
-        assert table.rows()[0]['trainable'] == 58
-    whole = sg.tabulate(Net(), X, method=lambda m, x: nnx.stop_gradient(m, True)(x))
-    assert whole.startswith('module') and 'Trainable: 0' in whole
-
-
 def test_variables_by_the_class_of_their_module():
     model = Net()
     linear = sg.filters.of_type((nnx.Linear, Layer), model)
@@ -263,11 +252,3 @@ def test_a_tag_of_flax_stays_a_tag():
             nnx.Optimizer(model, optax.sgd(0.1), wrt=typo)
     with pytest.raises(errors.FilterTypeError, match="text 'kern/"):
         nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Not(nnx.Any('kern/*')))
-
-
-@pytest.mark.parametrize('tree', [Net(), [{'net': Net()}]])
-def test_a_copy_of_a_module_is_refused(tree):
-    """What BatchNorm writes on it would be lost."""
-    for fn in sg.stop_gradient, sg.substitute:
-        with pytest.raises(errors.ArgumentTypeError, match='would copy a Net'):
-            fn(tree, {})

@@ -20,6 +20,7 @@ from flax_sg.graphs.views import VIEWS
 from tests.helpers import nnx_by_hand as by_hand
 from tests.helpers import oracle
 from tests.helpers.nnx_by_hand import Layer, Net, X, pure, total, zeros
+from tests.helpers.turns import in_turn
 
 # ``total`` does not read them.
 REST = ['head/bias', 'head/kernel', 'norm/bias', 'norm/scale']
@@ -82,8 +83,7 @@ class Halved(nnx.Param):
         return 0.5 * super().get_value(**how)
 
 
-@pytest.mark.parametrize('read', READS)
-@pytest.mark.parametrize('kind', ['plain', 'hook', 'own'])
+@pytest.mark.parametrize(('read', 'kind'), in_turn(READS, ('plain', 'hook', 'own')))
 @pytest.mark.filterwarnings('ignore:Variable hooks are deprecated')
 def test_every_way_to_read(read, kind):
     """Of Variables with hooks and with a ``get_value`` of their own, too."""
@@ -243,17 +243,6 @@ def test_nothing_is_remembered():
         model.body[1].bias.copy_from(Net(2).body[1].bias)
         oracle.assert_same(pure(step(model)), pure(by_copy(model)))
     assert len(traced) == 1
-
-
-@pytest.mark.skipif(not hasattr(nnx, 'capture'), reason='sown values are attributes')
-def test_sown_values_reach_what_captures_them():
-    class Sower(Layer):
-        def __call__(self, x):
-            return self.sow(nnx.Intermediate, 'seen', x)
-
-    model = nnx.Dict(layer=Sower(nnx.Rngs(0)))
-    run = nnx.capture(lambda m: view_of(m.layer)(X), nnx.Intermediate)
-    oracle.assert_same(run(model)[1]['layer']['seen'].get_value(), (X,))
 
 
 def test_copies_pickles_and_tables_of_a_view():

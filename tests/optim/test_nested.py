@@ -12,6 +12,7 @@ import pytest
 import flax_sg as sg
 from flax_sg import errors
 from tests.helpers import oracle
+from tests.helpers.turns import in_turn
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -89,9 +90,8 @@ def steps(tx: Any, wrt: Any = None) -> Any:
     return params, state
 
 
-@pytest.mark.parametrize('between', BETWEEN)
-@pytest.mark.parametrize('pair', PAIRS)
-def test_two_freezes_are_one(between, pair):
+@pytest.mark.parametrize(('pair', 'between'), in_turn(PAIRS, BETWEEN, times=2))
+def test_two_freezes_are_one(pair, between):
     inner, outer, both = PAIRS[pair]
     wrap = BETWEEN[between]
     nested = sg.freeze(wrap(sg.freeze(optax.adamw(0.1), inner)), outer)

@@ -138,8 +138,9 @@ def pointers(tree: Any) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize('wrt', ['head/**', True])
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ('wrt', 'dtype'), [('head/**', jnp.float32), (True, jnp.bfloat16)]
+)
 def test_frozen_buffers_are_the_same_under_donation(wrt, dtype):
     def body_of(params):
         return {name: params[name] for name in params if name != 'head'}
@@ -261,89 +262,6 @@ def test_leaves_that_no_optimizer_can_take():
     assert updates['k'] is updates['s'] is sg.ABSENT
 
 
-def test_adopting_a_state_forgets_nothing():
-    traces: list[int] = []
-
-    def train(tx, params, state, steps):
-        @jax.jit
-        def step(params, state):
-            traces.append(1)
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return optax.apply_updates(params, updates), state
-
-        for _ in range(steps):
-            params, state = step(params, state)
-        return params, state
-
-    adam = optax.adam(0.1)
-    # All is trained, then two layers are frozen, then one of them is thawed.
-    params, full = train(adam, PARAMS, adam.init(PARAMS), 3)
-    tx = sg.freeze(adam, 'layer_*/**')
-    state = sg.adopt(tx, params, full)
-    assert state[0].mu['layer_1']['bias'] is sg.ABSENT
-    oracle.assert_same(state[0].mu['head'], full[0].mu['head'])
-    params, state = train(tx, params, state, 2)
-    tx, before = sg.freeze(adam, 'layer_0/**'), state
-    state = sg.adopt(tx, params, before, full)
-    oracle.assert_same(state[0].mu['head'], before[0].mu['head'])
-    oracle.assert_same(state[0].mu['layer_1'], full[0].mu['layer_1'])
-    assert state[0].mu['layer_0']['bias'] is sg.ABSENT
-    assert int(state[0].count) == 5
-    params, state = train(tx, params, state, 2)
-    assert len(traces) == 3
-
-    # The same by hand: full moments, and those of frozen layers are put back.
-    hand, (moments, *rest) = train(adam, PARAMS, adam.init(PARAMS), 3)
-    for frozen in (('layer_0', 'layer_1'), ('layer_0',)):
-        for _ in range(2):
-            before = hand, moments
-            grads = jax.grad(loss)(hand)
-            updates, (moments, *rest) = adam.update(grads, (moments, *rest), hand)
-            hand = optax.apply_updates(hand, updates)
-            for name in frozen:
-                hand = {**hand, name: before[0][name]}
-                mu = {**moments.mu, name: before[1].mu[name]}
-                nu = {**moments.nu, name: before[1].nu[name]}
-                moments = moments._replace(mu=mu, nu=nu)
-    chex.assert_trees_all_close(params, hand, rtol=1e-5, atol=1e-6)
-    oracle.assert_same(params['layer_0'], hand['layer_0'])
-
-
-def test_adopting_in_groups_of_optax():
-    # A group keeps optax's own sentinel for what belongs to another group.
-    groups = {'layers': optax.adam(0.1), 'head': optax.adam(0.2)}
-    group_of = lambda path: 'head' if path.startswith('head') else 'layers'  # noqa: E731
-    grouped = optax.multi_transform(groups, lambda p: sg.labels(p, group_of))
-    tx = sg.freeze(grouped, 'layer_*/**')
-    state = tx.init(PARAMS)
-    _, state = tx.update(GRADS, state, PARAMS)
-    head = state.inner_states['head']
-    tx = sg.freeze(grouped, 'layer_0/**')
-    state = sg.adopt(tx, PARAMS, state)
-    _, state = tx.update(GRADS, state, PARAMS)
-    now = state.inner_states
-    # Alone: the head took two steps, the thawed layer one, the frozen one none.
-    for name, rate, steps in (('head', 0.2, 2), ('layer_1', 0.1, 1)):
-        alone = optax.adam(rate)
-        expected = alone.init(PARAMS[name])
-        for _ in range(steps):
-            _, expected = alone.update(GRADS[name], expected, PARAMS[name])
-        group = 'head' if name == 'head' else 'layers'
-        oracle.assert_same(now[group].inner_state[0].mu[name], expected[0].mu)
-    assert head.inner_state[0].mu['layer_1']['bias'] is sg.ABSENT
-    assert now['layers'].inner_state[0].mu['layer_0']['bias'] is sg.ABSENT
-
-
-def test_a_filter_is_judged_when_the_state_is_made():
-    tx = sg.freeze(optax.sgd(0.1), 'layer_0/**')
-    state, other = tx.init(PARAMS), {'head': PARAMS['head']}
-    with pytest.raises(errors.UnusedFilterError, match=r'layer_0/\*\*'):
-        tx.init(other)
-    # Gradients that stand for the parameters may lack what the filter names.
-    assert list(tx.update(other, state)[0]) == ['head']
-    sg.freeze(optax.sgd(0.1), 'layer_0/**', unused='ignore').init(other)
-
-
 NAMED = {
     'wrong way round': (PARAMS, '**', True),
     'what was selected already': ({'head': PARAMS['head']}, 'head/**', True),
@@ -453,19 +371,6 @@ def test_what_the_optimizer_is_given():
     assert str(updates['w']) == '[[-0. -2.]]'
 
 
-def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit():
-    def update(updates, state, params=None):
-        raise ValueError('of its own')
-
-    tx = sg.freeze(optax.GradientTransformation(lambda p: {'m': p}, update), 'body')
-    params = {'body': 1.0, 'head': 2.0}
-    state = tx.init(params)
-    with pytest.raises(ValueError, match=r'^of its own$'):
-        tx.update(params, state, params)
-    with pytest.raises(errors.StructureError, match='does not belong'):
-        tx.update(params, frozen_dict(state), params)
-
-
 def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
     params = {
         'f': np.full((2, 3), -0.0, np.float32),
@@ -493,21 +398,6 @@ def test_the_update_of_what_is_frozen_is_a_constant_that_adds_nothing():
     updates, _ = tx.update(odd, tx.init({}))
     assert updates['absent'] is sg.ABSENT
     assert updates['float0'].dtype == jax.dtypes.float0
-
-
-def test_a_large_frozen_part_is_no_constant_of_the_program():
-    """JAX warns of two gigabytes that are captured; here a warning is an error."""
-    large = jax.ShapeDtypeStruct((1024, 1024, 1024), np.float32)
-    params = {'backbone': large, 'head': jax.ShapeDtypeStruct((3,), np.float32)}
-    tx = sg.freeze(optax.sgd(0.1), 'backbone')
-
-    def step(params, state, grads):
-        return optax.apply_updates(params, tx.update(grads, state, params)[0])
-
-    state = jax.eval_shape(tx.init, params)
-    lowered = jax.jit(step, donate_argnums=0).lower(params, state, params)
-    # It goes through as it is.
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < 1000
 
 
 @pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
@@ -590,86 +480,6 @@ def quadratic(p: Any) -> Any:
 
 
 PAIR = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, -1.0])}
-OPAQUE = optax.contrib.sam(
-    optax.sgd(0.1),
-    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
-    opaque_mode=True,
-)
-# The optimizer, and the functions that its update is given, of a function.
-OF_FUNCTIONS = {
-    'sam': (OPAQUE, lambda f: {'grad_fn': lambda p, _: jax.grad(f)(p)}),
-    'sophia': (optax.contrib.sophia(0.1), lambda f: {'obj_fn': f}),
-    'line search': (optax.lbfgs(), lambda f: {'value_fn': f, 'value': 1.0}),
-}
-
-
-@pytest.mark.parametrize('name', OF_FUNCTIONS)
-def test_functions_of_the_parameters_are_given_the_trained_part(name):
-    """The lines that the error of ``sg.freeze`` shows."""
-    tx, given = OF_FUNCTIONS[name]
-    part, rest = sg.partition(PAIR, 'b')
-
-    def of_part(part):
-        return quadratic(sg.combine(part, rest))
-
-    def run(fun, live):
-        grads, extra = jax.grad(fun)(live), given(fun)
-        extra |= {'grad': grads} if 'value' in extra else {}
-        updates, _ = tx.update(grads, tx.init(live), live, **extra)
-        return optax.apply_updates(live, updates)
-
-    expected = run(lambda live: quadratic({**PAIR, **live}), {'b': PAIR['b']})
-    oracle.assert_same(sg.combine(run(of_part, part), rest), {**PAIR, **expected})
-
-
-def test_what_optax_reads_as_a_whole_tree():
-    """It is given the trained part, too."""
-    tx = sg.freeze(optax.contrib.schedule_free_sgd(0.1), 'a')
-    whole = optax.contrib.schedule_free_sgd(0.1)
-    state = tx.init(PAIR)
-    with pytest.raises(errors.AbsentLeafError, match=r'write sg.combine'):
-        optax.contrib.schedule_free_eval_params(state, PAIR)
-    part, rest = sg.partition(PAIR, 'b')
-    found = sg.combine(optax.contrib.schedule_free_eval_params(state, part), rest)
-    live = {'b': PAIR['b']}
-    expected = optax.contrib.schedule_free_eval_params(whole.init(live), live)
-    oracle.assert_same(found, {**PAIR, **expected})
-
-    tx, specs = sg.freeze(optax.adam(0.1), 'a'), {'a': 'A', 'b': 'B'}
-    state = tx.init(PAIR)
-
-    def specs_of(specs):
-        return optax.tree_map_params(tx, lambda x, spec: spec, state, specs)
-
-    with pytest.raises(ValueError, match=r'another part of the tree'):
-        specs_of(specs)
-    assert specs_of(sg.partition(specs, 'b')[0])[0].mu == {'a': sg.ABSENT, 'b': 'B'}
-
-
-def test_lookahead_goes_around():
-    tx = optax.lookahead(sg.freeze(optax.adamw(0.1, weight_decay=0.5), 'a'), 2, 0.5)
-    params = optax.LookaheadParams.init_synced(PAIR)
-    state = tx.init(params)
-    for _ in range(5):
-        grads = sg.grad(quadratic, wrt='b', absent='zeros')(params.fast)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    for found in params:
-        oracle.assert_same(found['a'], PAIR['a'])
-        assert not np.array_equal(found['b'], PAIR['b'])
-
-
-def test_a_group_or_a_mask_of_which_all_is_frozen():
-    """It still names what exists."""
-    groups = {'slow': 'layer_*/**', 'fast': 'head/**'}
-    rates = {'slow': optax.sgd(0.1), 'fast': optax.sgd(0.2)}
-    by_group = optax.multi_transform(rates, lambda p: sg.labels(p, groups))
-    masked = optax.masked(optax.sgd(0.2), lambda p: sg.mask(p, trained='layer_*/**'))
-    for inner in by_group, masked:
-        tx = sg.freeze(inner, 'layer_*/**')
-        updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
-        assert oracle.is_zero(updates['layer_0'])
-    assert not oracle.is_zero(updates['head'])
 
 
 NOT_GIVEN = [
@@ -713,9 +523,3 @@ def test_an_option_that_means_nothing():
     ):
         with pytest.raises(errors.ArgumentValueError, match="unused='typo'"):
             call()
-
-
-def test_a_part_that_there_is_not():
-    tx = sg.freeze(optax.sgd(0.1), sg.at('a', 99))
-    with pytest.raises(errors.PartError, match='out of bounds'):
-        tx.init(PAIR)

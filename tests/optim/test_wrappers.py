@@ -12,11 +12,12 @@ import optax
 import optax.contrib
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx, serialization
+from flax import serialization
 
 import flax_sg as sg
 from flax_sg import errors
 from tests.helpers import oracle
+from tests.helpers.turns import in_turn
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -153,20 +154,6 @@ def test_moments_stay_with_their_rows(name):
             sg.adopt(tx, params, state)
 
 
-def test_rows_of_the_old_state_alone():
-    plain = optax.chain(optax.clip(1.0), optax.trace(0.9), optax.scale(0.5), ADAM)
-    for wrap in WRAPPERS['optax.MultiSteps'], WRAPPERS['optax.chain']:
-        old, new = wrap(two(OLD)), wrap(plain)
-        state = filled(old.init(PARAMS))
-        with pytest.raises(errors.StructureError, match='rows of'):
-            sg.adopt(new, PARAMS, state)
-        adopted = oracle.by_path(sg.adopt(new, PARAMS, state, old=old))
-        [name] = [name for name in adopted if name.endswith('1/trace/w')]
-        was = oracle.by_path(state)[name]
-        oracle.assert_same(adopted[name][:3], was)
-        assert oracle.is_zero(adopted[name][3:])
-
-
 def asking(tx: Any) -> Any:
     """A transformation that asks for a value when it begins."""
 
@@ -197,22 +184,6 @@ def test_functions_of_others_that_make_states(wrap):
             sg.adopt(new, PARAMS, state)
 
 
-def test_under_vmap_and_with_leaks_checked():
-    old, new = (two(trained) for trained in (OLD, NEW))
-    state = filled(old.init(PARAMS))
-    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), state)
-
-    def adopt(params: Any, state: Any) -> Any:
-        return sg.adopt(new, params, state, old=old)
-
-    with jax.checking_leaks():
-        many = jax.jit(jax.vmap(adopt, (None, 0)))(PARAMS, several)
-    for n in (0, 1):
-        one = jax.tree.map(lambda x, n=n: x[n], several)
-        found = jax.tree.map(lambda x, n=n: x[n], many)
-        oracle.assert_same(found, adopt(PARAMS, one))
-
-
 def through_msgpack(state: Any, path: Any) -> Any:
     return serialization.from_bytes(state, serialization.to_bytes(state))
 
@@ -228,28 +199,15 @@ def through_orbax(state: Any, path: Any) -> Any:
         return checkpointer.restore(path / 'state', state)
 
 
-@pytest.mark.parametrize('through', [through_msgpack, as_plain_dicts, through_orbax])
-@pytest.mark.parametrize('name', ['optax.chain', 'optax.multi_transform'])
+@pytest.mark.parametrize(
+    ('through', 'name'),
+    in_turn(
+        (through_msgpack, as_plain_dicts, through_orbax),
+        ('optax.chain', 'optax.multi_transform'),
+    ),
+)
 def test_a_state_that_was_stored(through, name, tmp_path):
     old, new = (WRAPPERS[name](two(trained)) for trained in (OLD, NEW))
     state = filled(old.init(PARAMS))
     adopted = sg.adopt(new, PARAMS, through(state, tmp_path), old=old)
     oracle.assert_same(adopted, sg.adopt(new, PARAMS, state, old=old))
-
-
-def test_a_state_of_an_optimizer_of_nnx():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.w, self.b = nnx.Param(jnp.ones((6, 9))), nnx.Param(jnp.ones(6))
-
-    model = Model()
-    old, new = (optax.chain(optax.clip(1.0), two(trained)) for trained in (OLD, NEW))
-    optimizer = nnx.Optimizer(model, old, wrt=nnx.Param)
-    params = nnx.state(model, nnx.Param)
-    optimizer.update(model, jax.tree.map(jnp.ones_like, params))
-    adopted = sg.adopt(new, params, optimizer.opt_state, old=old)
-    plain = {'w': jnp.ones((6, 9)), 'b': jnp.ones(6)}
-    _, state = old.update(plain, old.init(plain), plain)
-    expected = by_hand(state, new.init(plain), 6, NEW)
-    values = jax.tree.leaves(adopted)
-    oracle.assert_same([*expected.values()], values)

@@ -2,16 +2,13 @@
 
 import io
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from flax_sg import Path
 from flax_sg.filters import Glob
-from flax_sg.flow import gradient_flow
 from flax_sg.flow.report import WORDS
-from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Row
 from flax_sg.rendering.text import repeated
 from tests.helpers.reports import LOSSES, report
@@ -38,13 +35,6 @@ explanation trains 6 (24 B) of 10 values"""
 
 def test_the_matrix_and_its_legend():
     assert str(LOSSES) == LOSSES.table() == MATRIX
-
-
-def test_names_are_neither_markup_nor_formulas(tmp_path):
-    odd = report({'[red]loss[/]$<i>': ['flows']}, ['[bold]$a"<b>/kernel'])
-    assert '[red]loss[/]$<i>' in odd.table()
-    assert '[bold]$a"<b>' in odd.table()
-    odd.plot(tmp_path / 'flow.svg')
 
 
 # Rows.
@@ -77,25 +67,6 @@ def test_numbers_in_names_are_in_order():
     assert layers.by_module(3)['enc/layer/10'] == ('partly',)
     # What is data stays in the order of the leaves.
     assert [row['parameter'] for row in layers.rows()] == list(layers.parameters)
-
-
-# Two losses that stop a part of what they use, and leave the rest alone.
-HIDING = report(
-    {
-        'first': ['stopped', 'unused', 'stopped', 'stopped'],
-        'second': ['stopped', 'stopped', 'unused', 'stopped'],
-    },
-    ['enc/bias', 'enc/kernel', 'head/bias', 'head/kernel'],
-)
-
-
-def test_a_row_hides_no_unused_member():
-    assert [(row.name, row.cells) for row in HIDING.matrix().rows] == [
-        ('enc/bias', ('stopped', 'stopped')),
-        ('enc/kernel', ('unused', 'stopped')),
-        ('head/bias', ('stopped', 'unused')),
-        ('head/kernel', ('stopped', 'stopped')),
-    ]
 
 
 def test_equal_rows_of_repeated_layers_are_one_row():
@@ -160,54 +131,7 @@ def test_what_is_repeated():
         assert numbers == [*range(len(paths))]
 
 
-def test_equal_columns_are_one_column_and_losses_are_in_their_order():
-    def losses(params):
-        each = {f'loss_{n}': params['a'] * (n + 1.0) for n in range(12)}
-        return {**each, 'last': params['b']}
-
-    flow = gradient_flow(losses, {'a': 1.0, 'b': 2.0})
-    assert flow.outputs[1:4] == ('loss_0', 'loss_1', 'loss_2')
-    assert flow.table().splitlines()[0].split() == ['last', 'loss_{0..11}']
-    assert flow.table().splitlines()[-2:] == [
-        'last trains 1 (4 B) of 2 values',
-        'loss_{0..11} trains 1 (4 B) of 2 values',
-    ]
-
-
-def test_what_no_output_trains_is_named():
-    lines = HIDING.table().splitlines()
-    assert lines[-1] == ('No output trains enc/bias, enc/kernel, head/bias and 1 more.')
-    unused = report({'a': ['stopped', 'unused']}, ['v', 'w']).table().splitlines()
-    assert unused[-2:] == ['No output trains v.', 'No output uses w.']
-
-
-def test_a_wide_table_goes_on_below():
-    names = [f'{letter}_loss_with_a_long_name' for letter in 'abcde']
-    status = {name: [('flows', 'stopped')[n % 2]] for n, name in enumerate(names)}
-    table = report(status, ['dense/kernel']).table()
-    first, second = table.split('\n\n')[:2]
-    assert first.split()[:3] == names[:3] and second.split()[:2] == names[3:]
-    row = ['dense/kernel', 'trains', 'stopped', 'trains']
-    assert first.splitlines()[-1].split() == row
-    assert max(map(len, first.splitlines())) <= 100
-    assert second.splitlines()[-1].split()[0] == 'dense/kernel'
-
-
 # Terminals.
-
-
-def test_wide_letters_and_control_codes_keep_columns_in_line():
-    odd = report({'loss': ['flows'] * 3}, ['编码器/w', 'e\u0301\n\x1b[31m/w', 'head/w'])
-    lines = odd.table().splitlines()
-    rows = {line.split()[0]: line for line in lines[2:5]}
-    assert set(rows) == {'编码器/w', 'e\u0301\\n\\x1b[31m/w', 'head/w'}
-    # Each wide letter takes two columns, and a mark none.
-    ends = [text.width(row[: row.index('trains')]) for row in rows.values()]
-    assert ends == [text.width(r'e\n\x1b[31m/w') + 3] * 3
-    assert text.width(lines[1]) == max(map(text.width, rows.values()))
-    # And so do the lines below a table.
-    unused = report({'loss': ['flows', 'unused']}, ['head/w', '\n\x1b[31m/w'])
-    assert unused.table().splitlines()[-1].startswith(r'No output uses \n\x1b[31m/w')
 
 
 @pytest.mark.parametrize('encoding', ['ascii', 'latin-1', 'cp1252'])
@@ -273,22 +197,3 @@ def assert_inside(pixels):
     """All that is written lies inside: the margin is empty."""
     for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
         assert np.all(edge == pixels[0, 0])
-
-
-def test_long_names_and_many_outputs_fit(monkeypatch, tmp_path):
-    names = [f'a_module_with_a_long_name/{"inner_" * 9}{n}x/w' for n in range(3)]
-    flow = report({f'{"loss_" * 6}{n}x': ['flows'] * 3 for n in range(0, 60, 2)}, names)
-    _, pixels = drawn(monkeypatch, tmp_path / 'flow.png', flow)
-    assert_inside(pixels)
-    assert 2000 < pixels.shape[1] <= 6100
-
-
-def test_a_large_picture_is_drawn_in_seconds(tmp_path):
-    names = [f'part_{n}x/w' for n in range(300)]
-    status = {
-        f'out_{k}x': [('flows', 'stopped', 'unused')[(n * k) % 3] for n in range(300)]
-        for k in range(60)
-    }
-    start = time.process_time()
-    report(status, names).plot(tmp_path / 'flow.png')
-    assert time.process_time() - start < 30

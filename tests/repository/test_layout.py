@@ -10,7 +10,6 @@ report.
 import ast
 import graphlib
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,8 +124,8 @@ def is_private(name: str) -> bool:
 def private_names(package: Path) -> list[str]:
     """Private names of Flax, JAX and others, which only internals/ may use.
 
-    Imports, attributes of what is imported, attributes of any object that no class of
-    the package has, methods that take the place of Flax's, and names in strings.
+    Imports, attributes that nothing of the package has, methods that take the place of
+    Flax's, and names in strings.
     """
     faults = []
     trees = modules(package)
@@ -139,21 +138,13 @@ def private_names(package: Path) -> list[str]:
             for name in imported_names(tree)
             if is_private(name) and not name.startswith(package.name)
         ]
-        outside = names_bound_to_outside(tree, package.name)
-        standard = names_bound_to_outside(tree, package.name, standard=True)
         overrides = OVERRIDES.get(module, ())
         for node in ast.walk(tree):
             place = f'{module}:{getattr(node, "lineno", 0)}'
-            if isinstance(node, ast.Attribute) and is_private(node.attr):
-                base = node.value
-                while isinstance(base, ast.Attribute):
-                    base = base.value
-                name = base.id if isinstance(base, ast.Name) else ''
-                of_others = node.attr not in own | OF_PYTHON and name not in standard
-                if name in outside or of_others:
+            if isinstance(node, ast.Attribute):
+                of_others = is_private(node.attr) and node.attr not in own | OF_PYTHON
+                if of_others or node.attr == 'debug_path':
                     faults.append(f'{place} reads {ast.unparse(node)}')
-            elif isinstance(node, ast.Attribute) and node.attr == 'debug_path':
-                faults.append(f'{place} reads {ast.unparse(node)}')
             elif isinstance(node, ast.ClassDef):
                 methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
                 faults += [
@@ -177,7 +168,7 @@ OF_FLAX = _names_of_flax()
 # Primitives and equation parameters, whose names differ between versions.
 OF_JAX = (jaxprs.CALLS | jaxprs.CUSTOM_CALLS) - {'jit', 'shard_map', 'checkpoint'}
 OF_JAX |= {'call_jaxpr', 'fun_jaxpr', 'num_consts', 'num_carry', 'ft_in', '_prim'}
-OF_PYTHON = frozenset(['_asdict', '_fields', '_replace'])
+OF_PYTHON = frozenset(['_asdict', '_fields', '_replace', '_getframe'])
 # Methods of Flax that a module replaces, where that is its task.
 OVERRIDES = {
     'flax_sg.forms.wrappers': (
@@ -200,32 +191,6 @@ def names_defined(tree: ast.Module) -> set[str]:
             of_self = isinstance(node, ast.Name) or ast.unparse(node.value) == 'self'
             names |= {name} if isinstance(node.ctx, ast.Store) and of_self else set()
     return names
-
-
-def names_bound_to_outside(
-    tree: ast.Module, package: str, standard: bool = False
-) -> set[str]:
-    """The names that a file gives to its imports from other distributions.
-
-    Args:
-        tree: the file.
-        package: the package itself; imports from it do not count.
-        standard: to ask for the things of Python's own library.
-    """
-
-    def is_meant(name: str) -> bool:
-        top = name.split('.')[0]
-        return top != package and (top in sys.stdlib_module_names) == standard
-
-    bound = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            meant = [a for a in node.names if is_meant(a.name)]
-            bound |= {a.asname or a.name.split('.')[0] for a in meant}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            meant = node.names if is_meant(node.module) else []
-            bound |= {a.asname or a.name for a in meant}
-    return bound
 
 
 def long_files(package: Path) -> list[str]:
@@ -279,12 +244,7 @@ CHECKS: list[tuple[Check, str, str, str]] = [
     (private_names, 'a.py', 'import jax\njax._src.core', 'pkg.a:2 reads jax._src'),
     (private_names, 'a.py', 'from flax.core import Scope as S\nS._x()', 'reads S._x'),
     (private_names, 'a.py', 'def f(scope):\n    scope._x', 'pkg.a:2 reads scope._x'),
-    (
-        private_names,
-        'a.py',
-        'class M:\n def _try_setup(self): 0',
-        'has _try_setup',
-    ),
+    (private_names, 'a.py', 'class M:\n def _try_setup(self): 0', 'has _try_setup'),
     (private_names, 'a.py', 'def f(m): m.scope.debug_path', 'm.scope.debug_path'),
     (private_names, 'a.py', 'x = ("_state",)', "pkg.a:1 says '_state'"),
     (private_names, 'a.py', 'y = eqn.params["call_jaxpr"]', "says 'call_jaxpr'"),

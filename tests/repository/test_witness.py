@@ -91,38 +91,6 @@ def test_a_checkout_of_another_version_is_refused(checkout: Path):
         witness.main([str(checkout)])
 
 
-def outcomes(**by_test: str) -> witness.Outcomes:
-    return {
-        test: {'outcome': outcome, 'error': f'{test} said' * (outcome == 'failed')}
-        for test, outcome in by_test.items()
-    }
-
-
-def test_every_change_is_a_fault_also_a_test_that_passes_or_is_gone():
-    plain = outcomes(a='passed', b='failed', c='passed', d='passed')
-    seen = outcomes(a='failed', b='passed', c='skipped', e='passed')
-    assert witness.Comparison.of(plain, seen, {}).faults == (
-        'a: passed -> failed: a said',
-        'b: failed -> passed: b said',
-        'c: passed -> skipped: ',
-        'd: passed -> not run: ',
-        'e: not run -> passed: ',
-    )
-
-
-def test_an_expected_change_is_no_fault_and_its_absence_is_one():
-    plain = outcomes(a='passed', b='passed', c='passed')
-    seen = outcomes(a='failed', b='passed', c='passed')
-    group = witness.Expected('it looks.', modes=['test-stop'], tests=['a', 'b', 'z'])
-    reasons = witness.reasons_for('test-stop', [group])
-    compared = witness.Comparison.of(plain, seen, reasons)
-    assert (compared.same, compared.expected) == (2, 1)
-    assert compared.faults == (
-        'b: passed as without a block; it was expected to differ, since it looks.',
-    )
-    assert witness.reasons_for('test-copy', [group]) == {}
-
-
 class Net(fnn.Module):
     def setup(self):
         self.dense = fnn.Dense(2)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -152,7 +149,9 @@ def test_every_rule_for_gradients_has_a_row():
 
 @pytest.mark.parametrize('extent', EXTENTS)
 def test_every_extent(extent, capfd):
-    for rule, hand in RULES.values():
+    # In a block all of them; elsewhere they take turns.
+    rows, first = [*RULES.values()], [*EXTENTS].index(extent)
+    for rule, hand in rows if extent == 'block' else rows[first % 3 :: 3]:
         oracle.assert_same(
             gradients(functools.partial(EXTENTS[extent], rule), PARAMS, X),
             gradients(lambda p, x: Cell().apply({'params': hand(p)}, x), PARAMS, X),  # noqa: B023
@@ -239,23 +238,6 @@ def test_forward_mode_is_right_or_raises(name):
     jax.jvp(functools.partial(jax.jit(ours), PARAMS), (X,), (X,))
 
 
-# Rules that take a number, and what they do to a cotangent.
-OF_A_NUMBER: dict[str, tuple[Any, Any]] = {
-    'scale': (
-        lambda number: nn.scale_gradient('**', number),
-        lambda ct, number: ct * number,
-    ),
-    'map': (
-        lambda number: nn.map_cotangent('**', lambda path, ct, n: ct * ct * n, number),
-        lambda ct, number: ct * ct * number,
-    ),
-    'clip': (
-        lambda number: nn.clip_gradient('**', value=number),
-        lambda ct, number: jnp.clip(ct, -number, number),
-    ),
-}
-
-
 class Scanned(fnn.Module):
     rule: Any = None
 
@@ -289,59 +271,6 @@ def test_the_program_is_the_one_written_by_hand(name):
     assert testing.optimized_hlo(ours, params) == testing.optimized_hlo(
         lambda p: loss_of(lambda p, x: Scanned().apply({'params': p}, x))(p), params
     )
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('name', OF_A_NUMBER)
-def test_a_traced_number_costs_nothing(name):
-    rule, hand = OF_A_NUMBER[name]
-
-    def ours(p, number):
-        with rule(number):
-            return loss_of(lambda p, x: Scanned().apply({'params': {'cell': p}}, x))(p)
-
-    def by_hand(p, number):
-        p = {'cell': backward.each(lambda _, ct: hand(ct, number), p)}
-        return loss_of(lambda p, x: Scanned().apply({'params': p}, x))(p)
-
-    def instructions(fn: Any) -> Any:
-        text = testing.optimized_hlo(jax.grad(fn), PARAMS, 0.5)
-        return sorted(re.findall(r'= (\S+ [a-z-]+)\(', text))
-
-    assert instructions(ours) == instructions(by_hand)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('name', OF_A_NUMBER)
-@pytest.mark.parametrize('around', [lambda f: f, jax.jit, jax.checkpoint])
-def test_a_number_of_each_example_where_all_are_differentiated_at_once(name, around):
-    rule, hand = OF_A_NUMBER[name]
-    numbers = jnp.array([[0.25, 0.5, 0.125], [2.0, 1.0, 0.75]])
-
-    def one(block: Any, w: Any, number: Any) -> Any:
-        with block(number):
-            return jnp.sum(jnp.tanh(number * Scale().apply({'params': {'w': w}})) ** 2)
-
-    def batches(block: Any) -> Any:
-        each = jax.vmap(jax.vmap(functools.partial(one, block), (None, 0)), (None, 0))
-        scanned = lambda w: jax.lax.scan(  # noqa: E731
-            lambda total, row: (total + jnp.sum(each(w, row)), None), 0.0, numbers[None]
-        )[0]
-        return jax.grad(around(scanned))
-
-    def by_hand(w: Any) -> Any:
-        plain = lambda number: contextlib.nullcontext()  # noqa: E731
-        grads = [(jax.grad(one, 1)(plain, w, n), n) for n in numbers.ravel()]
-        return functools.reduce(operator.add, [hand(ct, n) for ct, n in grads])
-
-    w = jnp.array([0.75])
-    for ours, expected in (
-        (batches(rule), by_hand),
-        (jax.jit(batches(rule)), by_hand),
-        (jax.jacrev(batches(rule)), jax.jacrev(by_hand)),
-        (jax.jacfwd(batches(rule)), jax.jacfwd(by_hand)),
-    ):
-        np.testing.assert_allclose(ours(w), expected(w), rtol=1e-5)
 
 
 def test_values_pass_a_number_of_each_example_bit_by_bit():
@@ -633,23 +562,3 @@ def test_collections_and_boxes_in_a_tree():
         assert all(
             out[name] is leaf for name, leaf in others.items() if name != 'fixed'
         )
-
-
-def test_rules_around_a_jitted_function_under_vmap():
-    """JAX asks how to batch an identity of which nothing is mapped over."""
-    model, xs = fnn.Dense(3), jnp.linspace(-1.0, 1.0, 8).reshape(2, 2, 2)
-    params = model.init(jax.random.key(0), xs[0])['params']
-    one = jax.jit(lambda p, x: jnp.sum(model.apply({'params': p}, x) ** 2))
-
-    def loss(params: Any, block: Any) -> Any:
-        with block:
-            return jnp.sum(jax.vmap(one, (None, 0))(params, xs))
-
-    plain = jax.grad(loss)(params, contextlib.nullcontext())
-    for block, expected in (
-        (nn.map_cotangent(True, lambda path, ct: 5.0 * ct), lambda g: 5.0 * g),
-        (nn.clip_gradient(True, value=0.1), lambda g: jnp.clip(g, -0.1, 0.1)),
-        (nn.replace_cotangent('**', 2.0), lambda g: jnp.full_like(g, 2.0)),
-    ):
-        found = jax.grad(loss)(params, block)
-        chex.assert_trees_all_close(found, jax.tree.map(expected, plain))

@@ -19,6 +19,7 @@ from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
 from tests.helpers import oracle
 from tests.helpers.extents import EXTENTS
+from tests.helpers.turns import in_turn
 
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -126,17 +127,12 @@ PLACES = ['block', 'lifted', 'function', 'wrapper']
 RULED = [(name, ruled) for name in FILTERS for ruled in ('stop', 'halved')]
 
 
-# Each pair of an extent and a lift; filters and rules take turns, and meet all of both.
+# Extents, filters and rules take turns.
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    ('extent', 'lift', 'name', 'ruled'),
-    [
-        (extent, lift, *RULED[(row + column) % 4])
-        for row, extent in enumerate(PLACES)
-        for column, lift in enumerate(LIFTED)
-    ],
-)
-def test_in_every_extent(extent, lift, name, ruled):
+@pytest.mark.parametrize('row', range(8))
+def test_in_every_extent(row):
+    lift, extent = in_turn(LIFTED, PLACES, times=2)[row]
+    name, ruled = [*RULED, *RULED[2:], *RULED[:2]][row]
     rule = rules.StopGradient() if ruled == 'stop' else Halved()
     rewrite = BlockDecorator(FILTERS[name][0], rule)
     found = gradients(

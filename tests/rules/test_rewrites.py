@@ -18,6 +18,7 @@ from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules, substitutes
 from tests.helpers import oracle
 from tests.helpers.extents import EXTENTS
+from tests.helpers.turns import in_turn
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -146,8 +147,7 @@ def test_every_rule_for_values_has_a_row():
     assert with_fields == {rules.StopGradient}
 
 
-@pytest.mark.parametrize('rule', RULES)
-@pytest.mark.parametrize('extent', EXTENTS)
+@pytest.mark.parametrize(('extent', 'rule'), in_turn(EXTENTS, RULES, times=3))
 def test_every_rule_at_every_extent(extent, rule):
     value, by = RULES[rule]
     rewrite = BlockDecorator(filters.as_filter(WHERE), value)
@@ -164,8 +164,7 @@ def test_every_rule_at_every_extent(extent, rule):
         oracle.assert_same(actual(params, X), values())
 
 
-@pytest.mark.parametrize('rule', RULES)
-@pytest.mark.parametrize('extent', ['block', 'scopes'])
+@pytest.mark.parametrize(('rule', 'extent'), in_turn(RULES, ('block', 'scopes')))
 def test_what_is_given_back_is_what_is_stored(extent, rule):
     value, by = RULES[rule]
     rewrite = BlockDecorator(filters.as_filter(WHERE), value)

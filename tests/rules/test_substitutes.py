@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +21,7 @@ from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.testing import optimized_hlo
 from tests.helpers import oracle, stepwise
 from tests.helpers.oracle import assert_same, assert_same_function
+from tests.helpers.turns import in_turn
 
 X = jnp.array([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]])
 KEY = jax.random.key(0)
@@ -131,8 +130,7 @@ class Model(linen.Module):
 
 
 # Of the other blocks see test_rewrites.py.
-@pytest.mark.parametrize('source', SOURCES)
-@pytest.mark.parametrize('extent', EXTENTS)
+@pytest.mark.parametrize(('source', 'extent'), in_turn(SOURCES, EXTENTS, times=2))
 def test_every_source_at_every_extent(extent, source) -> None:
     model = Model(EXTENTS[extent], source)
 
@@ -232,32 +230,6 @@ def test_a_block_in_the_body_of_a_scan_sees_the_slice() -> None:
 # Where values are computed.
 
 
-@pytest.mark.usefixtures('leaks')
-def test_values_of_an_inner_trace_for_variables_of_an_outer_one() -> None:
-    def fn(params: Any, others: Any, factor: Any) -> Any:
-        bound = Exact().bind({'params': params})
-
-        def mapped(factor: Any) -> Any:
-            with nn.substitute(lambda path, value: value * factor):
-                outside = bound(X), bound.w2
-            with nn.substitute({'w': others['w'] * factor}):
-                return outside, bound(X), bound.w2
-
-        return jax.vmap(mapped)(factor)
-
-    def by_hand(params: Any, others: Any, factor: Any) -> Any:
-        def mapped(factor: Any) -> Any:
-            times = jax.tree.map(lambda leaf: leaf * factor, params)
-            w = others['w'] * factor
-            second = exact({**params, 'w': w}), w * w
-            return (exact(times), times['w'] ** 2), *second
-
-        return jax.vmap(mapped)(factor)
-
-    factor = jnp.array([1.0, 2.0])
-    assert_same_function(jax.jit(fn), jax.jit(by_hand), ONES, scaled(2.0), factor)
-
-
 # Caches.
 
 
@@ -323,29 +295,6 @@ def test_values_that_are_arguments_retrace_nothing() -> None:
     for factor in (1.0, 2.0, 3.0):
         assert_same(fn(scaled(factor)), exact(scaled(factor)) ** 4)
     assert len(bodies) == 1
-
-
-def test_a_trace_that_opens_a_block_of_its_own() -> None:
-    # The outer values are read in a trace that was begun with them alone in force.
-    @jax.jit
-    def step(params: Any) -> Any:
-        with nn.stop_gradient('w'):
-            return exact(params)
-
-    for factor in (2.0, 3.0, 2.0):
-        with nn.substitute(scaled(factor)):
-            assert_same(step(ONES), exact(scaled(factor)))
-
-
-def test_values_do_not_live_longer_than_the_block() -> None:
-    values = scaled(7.0)
-    alive = weakref.ref(values['w'])
-    rewrite = nn.substitute(values)
-    with rewrite:
-        exact(ONES)
-    del values, rewrite
-    gc.collect()
-    assert alive() is None
 
 
 def test_a_rewrite_is_a_value() -> None:

@@ -335,11 +335,6 @@ def test_the_way_back_through_frozen_layers_keeps_no_copy_of_them(remat):
     assert ours < hand - 0.9 * (prefix if not remat else stack - prefix)
 
 
-def test_without_frozen_layers_it_is_the_scan_of_flax(monkeypatch):
-    monkeypatch.setattr(linen, 'scan', lambda *args, **kwargs: (args, kwargs))
-    assert nn.scan(Block, 3, length=DEEP) == ((Block, 3), {'length': DEEP})
-
-
 # Where the plain scan is meant, or raises.
 
 
@@ -361,22 +356,6 @@ def test_no_frozen_layer_is_the_plain_scan(none):
     oracle.assert_same(grads(frozen), grads(plain))
 
 
-@pytest.mark.parametrize(
-    'other', [lambda y: (y, y), lambda y: None, lambda y: jnp.stack([y, y])]
-)
-def test_another_carry_than_it_was_given_raises_as_in_flax(other):
-    class Carries(linen.Module):
-        @linen.compact
-        def __call__(self, x, _):
-            return other(x * self.param('w', linen.initializers.ones, ())), None
-
-    variables = {'params': {'w': jnp.ones(DEPTH)}}
-    for options in ({}, {'frozen_layers': slice(0, 1)}):
-        stack = nn.scan(Carries, length=DEPTH, **oracle.STACKED, **options)()
-        with pytest.raises(TypeError, match='carry input and carry output'):
-            stack.apply(variables, jnp.ones(()), None)
-
-
 def test_another_length_than_the_stack_raises_as_in_flax():
     variables = stack_of().init(RNGS, X, EACH, 1.0)
     for length, count in ((3, DEPTH), (DEPTH + 2, DEPTH), (None, DEPTH + 1), (2, 2)):
@@ -387,32 +366,6 @@ def test_another_length_than_the_stack_raises_as_in_flax():
                     stack_of(length=length, **options).apply(variables, X, each, 1.0)
                 found = {int(n) for n in re.findall(r'\d+', str(caught.value))}
                 assert {length or count, DEPTH} & found, caught.value
-
-
-class Low(linen.Module):
-    """A layer whose parameters are of low precision."""
-
-    @linen.compact
-    def __call__(self, x, _):
-        w = self.param('w', linen.initializers.ones, (), jnp.bfloat16)
-        return x + w, None
-
-
-@pytest.mark.usefixtures('standard_promotion')
-def test_a_number_of_python_is_carried_in_the_dtype_of_the_layers():
-    def of(**options: Any) -> Any:
-        return stack_of(Low, length=4, in_axes=0, **options)
-
-    plain, frozen = of(), of(frozen_layers=slice(0, 2))
-    variables = plain.init(RNGS, 0.0, None)
-
-    def grad(stack: Any) -> Any:
-        return jax.value_and_grad(lambda v: stack.apply(v, 0.0, None)[0])(variables)
-
-    value, grads = grad(frozen)
-    oracle.assert_same(value, grad(plain)[0])
-    expected = grad(plain)[1]['params']['w'].at[:2].set(0)
-    oracle.assert_same(grads['params']['w'], expected)
 
 
 # Some parameters of a layer.
@@ -486,7 +439,27 @@ def test_frozen_kernels_cost_no_flops_beside_live_biases() -> None:
     assert flops[0] < 0.9 * flops[1], flops
 
 
-def test_a_path_that_no_layer_has() -> None:
-    params = biased(None).init(jax.random.key(0), X, None)
-    with pytest.raises(errors.UnusedFilterError, match=r'\*\*/kernels'):
-        biased({'**/kernels': slice(0, 8)}).apply(params, X, None)
+class Low(linen.Module):
+    """A layer whose parameters are of low precision."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        w = self.param('w', linen.initializers.ones, (), jnp.bfloat16)
+        return x + w, None
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_a_number_of_python_is_carried_in_the_dtype_of_the_layers():
+    def of(**options: Any) -> Any:
+        return stack_of(Low, length=4, in_axes=0, **options)
+
+    plain, frozen = of(), of(frozen_layers=slice(0, 2))
+    variables = plain.init(RNGS, 0.0, None)
+
+    def grad(stack: Any) -> Any:
+        return jax.value_and_grad(lambda v: stack.apply(v, 0.0, None)[0])(variables)
+
+    value, grads = grad(frozen)
+    oracle.assert_same(value, grad(plain)[0])
+    expected = grad(plain)[1]['params']['w'].at[:2].set(0)
+    oracle.assert_same(grads['params']['w'], expected)

@@ -123,28 +123,6 @@ def grads(model: Any, params: Any, stop: Any = lambda p: p) -> Any:
     )
 
 
-def test_what_a_call_gives_may_be_of_any_kind() -> None:
-    class Odd(linen.Module):
-        @linen.compact
-        def __call__(self, x, flag, *, scale):
-            y = linen.Dense(WIDTH)(x) if flag == 'dense' else x
-            return {'y': scale * y, 'flag': flag, 'none': None, 'number': 3}
-
-    class Layer(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x, _):
-            out = self.wrap(Odd(name='base'))(x, 'dense', scale=2.0)
-            assert (out['flag'], out['none'], out['number']) == ('dense', None, 3)
-            return out['y'], None
-
-    model = scan_of(Layer)
-    params = model(bare).init(jax.random.key(0), X, None)['params']
-    expected = grads(model(bare), params, oracle.stopped)
-    oracle.assert_same(grads(model(nn.Frozen), params), expected)
-
-
 def test_a_call_that_uses_modules_of_the_body() -> None:
     """They belong to the trace of the body: the call has to stay in it."""
 

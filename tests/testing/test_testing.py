@@ -35,21 +35,6 @@ def test_names_and_places_are_no_part_of_a_program():
     testing.assert_same_program(Other().apply, jax.jit(Bare().apply), params, X)
 
 
-def test_names_and_tables_of_places_are_left_out(monkeypatch):
-    """Some versions of XLA write tables, between the head and the computations."""
-    compiled = jax.jit(jnp.sin).lower(1.0).compile()
-    texts = []
-    for name, main, sine, tables in (
-        ('f', '%main', '%sin.2', ''),
-        ('g.1', '%n', '%o', 'FileNames\n1 "a.py"\n\nStackFrames\n1 {2}\n\n'),
-    ):
-        text = f'HloModule {name}, entry\n\n{tables}ENTRY {main} {{\n{sine}\n}}'
-        monkeypatch.setattr(jaxprs, 'program_text', lambda _, text=text: text)
-        texts.append(testing.optimized_hlo(compiled).split())
-    assert texts[0] == texts[1]
-    assert texts[0] == ['HloModule,', 'entry', 'ENTRY', '%0', '{', '%1', '}']
-
-
 FUSED = """HloModule jit_f, frontend_attributes={fingerprint_before_lhs="%s",x="y"}
 
 %%fused (a: f32[2], b: f32[3]) -> f32[3] {

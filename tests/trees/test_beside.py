@@ -1,14 +1,10 @@
 """Trees that belong to others: what is taken, and what is named as wrong."""
 
-import re
-import types
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
-import omegaconf
 import optax
 import pytest
 from flax.core import freeze
@@ -17,7 +13,6 @@ from jax import export
 
 import flax_sg as sg
 from flax_sg import errors
-from flax_sg.filters import BoolTree, Glob, Or
 from flax_sg.trees.beside import beside
 from flax_sg.trees.leaves import leaves_of
 from tests.helpers import oracle
@@ -116,31 +111,6 @@ def test_what_mask_returns_is_a_filter_for_all():
             assert [*map(float, new)] == [*map(float, jax.tree.leaves(expected))]
 
 
-def test_masks_that_do_not_fit():
-    for mask in ([True], [True, False, True], {'0': True}):
-        with pytest.raises((errors.ArgumentValueError, errors.UnusedFilterError)):
-            sg.partition([1.0, 2.0], mask)
-    with pytest.raises(errors.ArgumentValueError, match="for the variable 'n'"):
-        sg.partition({'w': 1.0, 'n': 2.0}, {'w': True, 'n': None})
-    for mixed in (['0', True], ('0', False), {True, '0'}, [np.True_, '1']):
-        with pytest.raises(errors.FilterTypeError, match='bools beside other filters'):
-            sg.partition([1.0, 2.0], mixed)
-
-
-def test_masks_in_any_mapping():
-    proxy = types.MappingProxyType
-    plain = {'m': {'w': True, 'b': False}, 'l': [True, False]}
-    config = omegaconf.OmegaConf.create
-    assert BoolTree(config(plain)) == BoolTree(plain)
-    either = Or((Glob('a'), Glob('b/*')))
-    assert sg.filters.as_filter(config(['a', 'b/*'])) == either
-    nested = proxy({'m': proxy({'w': True, 'b': False}), 'l': (True, False)})
-    tree = {'m': {'w': 1.0, 'b': 2.0}, 'l': [3.0, 4.0]}
-    for mask in nested, {**plain, 'm': proxy({'w': True, 'b': False})}:
-        assert sg.filters.as_filter(mask) == sg.filters.as_filter(plain)
-        assert jax.tree.leaves(sg.partition(tree, mask)[0]) == [3.0, 1.0]
-
-
 # ABSENT.
 
 
@@ -154,45 +124,7 @@ def test_trees_that_hold_absent_are_exported():
     oracle.assert_same(export.deserialize(back.serialize()).call(step(p)), p['b'])
 
 
-def test_what_jax_says_of_trees_that_differ_says_what_to_write():
-    """The rest of the message is that of JAX, which differs between versions."""
-    p = {'a': 1.0, 'b': 2.0}
-    for one in (
-        sg.partition(p, 'a')[0],
-        sg.grad(lambda p: p['a'] * p['b'], wrt='a')(p),
-    ):
-        for differs in (
-            lambda one=one: jax.tree.map(jnp.add, one, p),
-            lambda one=one: jax.lax.cond(True, lambda: one, lambda: p),
-            lambda one=one: jax.lax.scan(lambda c, _: (p, None), one, length=2),
-            lambda one=one: jax.lax.scan(lambda c, _: (one, None), p, length=2),
-        ):
-            said = r"absent='zeros'.*sg\.combine"
-            with pytest.raises((ValueError, TypeError), match=said):
-                differs()
-
-
 # Arguments in another order, and in other places.
-
-
-def test_arguments_in_the_wrong_order():
-    """Those of other functions are rows of ``errors/tree_errors``."""
-    name: Any = 'm/w'
-    for call, fix in (
-        (lambda: sg.partition_n(name, PARAMS), 'sg.partition_n(tree, classify)'),
-        (lambda: sg.stop_gradient(name, PARAMS), 'sg.stop_gradient(tree, where)'),
-        (lambda: sg.mask(name, trained=PARAMS), 'sg.mask(tree, trained=where)'),
-        (lambda: sg.labels(name, PARAMS), 'sg.labels(tree, {label: where})'),
-        (lambda: sg.substitute(name, PARAMS), 'sg.substitute(tree, values'),
-        (lambda: sg.vjp(PARAMS, loss), "sg.grad(loss, wrt='head/**')(params)"),
-    ):
-        wrong = errors.ArgumentTypeError, errors.ArgumentValueError
-        with pytest.raises(wrong, match=re.escape(fix)):
-            call()
-
-
-def loss(p: Any) -> Any:
-    return jnp.sum(p['m']['w'])
 
 
 @pytest.mark.parametrize('values', [None, {}, [], (), {'m': {}}, {'m': sg.ABSENT}])
@@ -210,9 +142,3 @@ def test_a_function_of_a_marked_value_keeps_the_mark():
         new = sg.substitute(tree, fn)
         assert isinstance(new['n'], sg.NonDifferentiable)
         assert int(new['n']) == n
-
-
-def test_errors_of_substitute_are_not_those_of_blocks():
-    for values in ({'m': {'w': jnp.ones(3)}}, lambda path, x: jnp.ones(7)):
-        with pytest.raises(errors.StructureError, match=r'^The value for '):
-            sg.substitute(PARAMS, values)

@@ -12,7 +12,6 @@ import pytest
 
 import flax_sg as sg
 from flax_sg import errors
-from flax_sg.trees import nondifferentiable
 from tests.helpers import oracle
 
 ND = sg.NonDifferentiable
@@ -211,17 +210,6 @@ def test_weak_types_promote_as_numbers_do():
         jax.jit(fn)(ND(jnp.int32(3)), jnp.ones(2, jnp.bfloat16))
 
 
-def test_copies():
-    n = jax.jit(lambda n: n)(ND(jnp.array([3, 4])))
-    for whole in (n, ND(3), ND('text')):
-        for twin in oracle.copies(whole):
-            assert type(twin.value) is type(whole.value)
-            assert np.array_equal(twin.value, whole.value)
-    shapes = jax.eval_shape(lambda n: n, n)
-    assert jax.tree.structure(shapes) == jax.tree.structure(n)
-    assert 'NonDifferentiable' in repr(jax.tree.map(jnp.shape, n))
-
-
 # Optimizers.
 
 
@@ -266,19 +254,6 @@ def test_decay_is_refused_or_harmless():
         assert not np.array_equal(p['w'], jnp.ones(3))
 
 
-@pytest.mark.parametrize('scale', [1 - 2**-24, 1 - 2**-23, 0.999])
-def test_the_witness_is_the_first_to_move(scale):
-    rng = np.random.default_rng(0)
-    values = rng.lognormal(0, 20, 10000).astype(np.float32)
-    values = values[(values > 1e-30) & (values < 1e30)]
-    how = nondifferentiable._encoding_of(values)
-    pieces, witness = nondifferentiable._encode(values, how)
-    rate = np.float32(1 - scale)
-    moved = pieces - rate * pieces != pieces
-    assert moved.any() == (witness - rate * witness != witness).any()
-    assert (witness - rate * witness != witness).all()
-
-
 INTEGERS = [1001, 5, np.arange(1001, 1003), jnp.arange(3, dtype=jnp.uint8)]
 
 
@@ -307,13 +282,3 @@ def test_a_cast_that_loses_integers_is_refused(dtype):
         lambda x: x if is_marked(x) else x.astype(dtype), params, is_leaf=is_marked
     )
     assert int(kept['n']) == 1001
-
-
-def test_a_key_is_given_by_its_value():
-    """The key itself raises, in the words of JAX."""
-    key, random = ND(jax.random.key(0)), jax.random
-    for draw in random.uniform, random.split, lambda key: random.fold_in(key, 1):
-        with pytest.raises(TypeError, match='PRNG key'):
-            draw(key)
-    assert float(random.uniform(key.value)) == float(random.uniform(random.key(0)))
-    assert key.ndim == 0

@@ -99,17 +99,6 @@ def test_parts_are_tied_again():
     assert is_tied(sg.mask(model, trained='layer/*'))
 
 
-def test_a_variable_of_two_modules():
-    one, two = Layer(0), Layer(1)
-    two.kernel = one.kernel
-    tree, tie = each_once({'a': (one,), 'b': [two, 1.0, None]})
-    assert len(jax.tree.leaves(tree)) == 2
-    again = tie(jax.tree.map(lambda leaf: leaf + 1, tree))
-    assert again['a'][0].kernel is again['b'][0].kernel
-    oracle.assert_same(again['b'][0].kernel[...], one.kernel[...] + 1)
-    assert again['b'][1:] == [2.0, None]
-
-
 def test_what_is_not_tied_is_the_tree_itself():
     for tree in {'a': 1.0}, Layer(0), (Layer(0), Layer(0)), nnx.state(Tied()):
         assert each_once(tree)[0] is tree
@@ -220,15 +209,3 @@ def test_reports_of_children_that_know_their_parent():
     expected = nnx.grad(lambda m: m(X).sum())(model)
     oracle.assert_same(grads.scale[...], expected['scale'][...])
     sg.paths({'a': 1.0})  # Later programs are as before.
-
-
-def test_a_module_that_holds_itself_and_nothing_else():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.w, self.itself = jnp.ones(2), self
-
-    model = Model()
-    tree, tie = each_once(model)
-    again = tie(jax.tree.map(lambda leaf: leaf + 1, tree))
-    assert again.itself is again and again.w.tolist() == [2.0, 2.0]
-    assert [one.path for one in sg.paths(model)] == ['w']

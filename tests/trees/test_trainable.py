@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import flax_sg as sg
-from flax_sg import errors
 from flax_sg.trees import trainable
 from flax_sg.trees.leaves import leaves_of
 from tests.helpers import oracle
@@ -104,44 +103,6 @@ def test_a_filter_at_the_call_overrides_it():
     assert jax.tree.leaves(sg.mask(model, trained=True)) == [True] * 4
     tx = sg.freeze(optax.sgd(0.1, momentum=0.9), 'w')
     assert len(jax.tree.leaves(tx.init(model))) == 3
-
-
-@jax.tree_util.register_pytree_node_class
-class Keyless:
-    def __init__(self, w: Any) -> None:
-        self.w = w
-
-    def tree_flatten(self) -> Any:
-        return (self.w,), None
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
-        return cls(*children)
-
-
-def test_bad_declarations():
-    with pytest.raises(errors.ArgumentTypeError, match='above a pytree class'):
-        sg.trainable(Whitened)
-    # Without names JAX numbers the children: found out when there is an instance.
-    sg.trainable('w')(Keyless)
-    with pytest.raises(errors.ArgumentTypeError, match="its fields are '0'"):
-        sg.grad(loss)(Keyless(1.0))
-
-
-def test_a_declaration_does_not_keep_its_class_alive():
-    import gc
-    import weakref
-
-    def make():
-        @sg.trainable('w')
-        class Local(NamedTuple):
-            w: Any
-
-        return weakref.ref(Local)
-
-    found = make()
-    gc.collect()
-    assert found() is None
 
 
 def test_a_declaration_survives_a_decorator_that_makes_the_class_anew():

@@ -12,7 +12,7 @@ from flax.core import freeze
 from flax.core.meta import Partitioned
 
 import flax_sg as sg
-from flax_sg import errors, linen
+from flax_sg import errors
 from flax_sg.filters import paths
 from flax_sg.trees import leaves
 from tests.helpers import oracle
@@ -184,27 +184,6 @@ def test_the_sentinel():
     ):
         with pytest.raises(errors.AbsentLeafError):
             use(sg.ABSENT)
-
-
-def test_filters_that_select_nothing():
-    names = linen.substitute({'body': 2.0, 'head': 3.0}).where
-    with pytest.raises(errors.UnusedFilterError, match="'head', which is no variable"):
-        sg.partition({'body': 1.0}, names)
-    _, rest = sg.partition({'body': 1.0, 'head': 2.0, 'tail': 3.0}, names)
-    assert rest == {'body': sg.ABSENT, 'head': sg.ABSENT, 'tail': 3.0}
-    with pytest.raises(errors.UnusedFilterError, match="Nearest: 'w'"):
-        sg.partition({'params': {'w': 1.0}}, 'params/w')
-
-
-def test_the_nearest_of_thousands_of_paths():
-    tree: Any = {f'block_{n}': {'layer_7': {'kernel': 1.0}} for n in range(900)}
-    tree |= {'decoder': {'output': {'kernel': 1.0}}}
-    for where, near in (
-        ('decodr/output/kernel', 'decoder/output/kernel'),
-        ('block_899/layer_7/kernl', 'block_899/layer_7/kernel'),
-    ):
-        with pytest.raises(errors.UnusedFilterError, match=f"Nearest: '{near}'"):
-            sg.partition(dict(reversed(tree.items())), where)
 
 
 # Other leaves.
