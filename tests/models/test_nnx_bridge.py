@@ -101,12 +101,40 @@ def test_linen_in_nnx(net, how, stop):
     assert stats['net']['norm']['mean'].any()
 
 
+def test_paths_begin_at_each_linen_module():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.one = nnx.bridge.ToNNX(linen.Dense(4), rngs=nnx.Rngs(0)).lazy_init(X)
+            self.two = nnx.bridge.ToNNX(linen.Dense(4), rngs=nnx.Rngs(1)).lazy_init(X)
+
+        def __call__(self, x):
+            return self.two(self.one(x))
+
+    def loss(model):
+        with nn.stop_gradient('kernel'):
+            return loss_of(model)
+
+    grads = nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(Two()))
+    for module in ('one', 'two'):
+        zero = {name: oracle.is_zero(leaf) for name, leaf in grads[module].items()}
+        assert zero == {'bias': False, 'kernel': True}
+
+
 def test_a_block_around_a_compiled_program_is_silent():
     """It reads nothing when it runs again: the model has linen in it."""
     model, step = InNNX(Net()), nnx.jit(nnx.grad(loss_of))
     for _ in range(2):
         with nn.stop_gradient(True):
             step(model)
+
+
+def test_a_block_around_a_compiled_program_of_linen_is_silent_beside_nnx():
+    net, beside = Net(), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    variables = net.init(jax.random.key(0), X)
+    step = jax.jit(lambda v: net.apply(v, beside(X), mutable=['batch_stats'])[0])
+    for _ in range(2):
+        with nn.stop_gradient(True):
+            step(variables)
 
 
 def test_variables_of_nnx_are_out_of_reach_and_that_raises():

@@ -6,12 +6,36 @@ This file does not import flax_sg.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax.traverse_util import path_aware_map
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, path_aware_map
 
 from tests.helpers.described.language import Block, Interpreter, Path, Where, left
+
+
+def warped(value: jax.Array) -> jax.Array:
+    """What the rule ``'function'`` shows instead of a value."""
+    return jnp.sin(value) + 0.25
+
+
+@jax.custom_jvp
+def _scaled(x: jax.Array) -> jax.Array:
+    return x
+
+
+_scaled.defjvp(lambda x, t: (*x, -0.5 * t[0]))
+
+_RULES: dict[str, Callable[[Any, Any], Any]] = {
+    'stop': lambda value, _: jax.lax.stop_gradient(value),
+    'only': lambda value, _: jax.lax.stop_gradient(value),
+    'scale': lambda value, _: jax.tree.map(_scaled, value),
+    'function': lambda value, _: jax.tree.map(warped, value),
+    'collection': lambda _, twin: twin,
+    'read_only': lambda value, _: value,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,16 +44,19 @@ class Values:
 
     Attributes:
         params: the parameters.
+        ema: the collection that may replace them, None if there is none.
     """
 
     params: Any
+    ema: Any = None
 
-    def stopped(self, owner: Path, where: Where) -> Values:
+    def rewritten(self, owner: Path, where: Where, rule: str = 'stop') -> Values:
         """In a block of the module at a path."""
+        twins = flatten_dict(self.ema or {})
 
         def changed(path: Path, value: Any) -> Any:
             taken = where.takes(path, owner)
-            return jax.lax.stop_gradient(value) if taken else value
+            return _RULES[rule](value, twins.get(path)) if taken else value
 
         return dataclasses.replace(self, params=path_aware_map(changed, self.params))
 
@@ -45,4 +72,5 @@ class ByHand(Interpreter):
 
     def block(self, item: Block, place: Values) -> None:
         with left():
-            self.run(item.body, place.stopped(self.path, item.where))
+            inside = place.rewritten(self.path, item.where, item.rule)
+            self.run(item.body, inside)

@@ -1,8 +1,8 @@
 """Programs as data: filters, blocks, and what is done in them.
 
 A program is a tuple of statements. Two interpreters run it: ``real.Real`` opens blocks
-with ``with``, and ``by_hand.ByHand`` stops the weights one by one instead. The
-programs that test caches have statements of their own beside these.
+with ``with``, and ``by_hand.ByHand`` changes the weights one by one instead. Random
+models, and the programs that test caches, have statements of their own beside these.
 
 This file and ``by_hand.py`` do not import flax_sg.
 """
@@ -66,7 +66,10 @@ class Block:
     Attributes:
         where: what its rule is for.
         body: the statements.
-        rule: ``'stop'``; ``'only'`` is the same, written as ``train_only`` of all else.
+        rule: ``'stop'`` for gradients; ``'only'``, which is the same, written as
+            ``train_only`` of all else; ``'function'`` or ``'collection'`` for values
+            from there instead; ``'scale'`` for cotangents times a negative number;
+            ``'read_only'`` to raise for writes.
         judged: whether it raises if its filter takes nothing.
     """
 
@@ -85,16 +88,37 @@ class Leave:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Calls a module."""
+    """Calls a module.
+
+    Attributes:
+        kid: which, of several.
+        lift: a transform of a function of the module, or ``''``.
+        mirror: what a view that is called instead stops, None without a view.
+    """
+
+    kid: int = 0
+    lift: str = ''
+    mirror: Where | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """Adds what the statements make to what they were given."""
+
+    body: Program
 
 
 def without_blocks(body: Program) -> Program:
-    """The same statements, with no block around any."""
+    """The same statements, with no block or view around any."""
     out: list[Any] = []
     for item in body:
         match item:
             case Block():
                 out += without_blocks(item.body)
+            case Residual():
+                out.append(Residual(without_blocks(item.body)))
+            case Use():
+                out.append(dataclasses.replace(item, mirror=None))
             case Leave():
                 pass
             case _:

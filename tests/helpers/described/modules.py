@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen
 
 
@@ -36,3 +37,63 @@ class Kid(linen.Module):
     @property
     def doubled(self):
         return self.w + self.get_variable('params', 'b')
+
+
+class Kept(linen.Module):
+    """Keeps a function, too."""
+
+    def setup(self):
+        self.w, self.b = param(self, 'w', 4), param(self, 'b', 4)
+        self.w2 = jnp.tanh(self.w) * self.b
+        self.scaled = lambda x: x * self.w2
+
+    def __call__(self, x):
+        return self.scaled(x) + self.w2 + self.w + self.variables['params']['b']
+
+
+class Square(linen.Dense):
+    """A dense layer between vectors of four numbers."""
+
+    features: int = 4
+
+
+class Recurrent(linen.Module):
+    """A cell that belongs to this module, in an RNN."""
+
+    @linen.compact
+    def __call__(self, x):
+        cell = linen.SimpleCell(4, name='cell')
+        return linen.RNN(cell, name='rnn')(x[None])[0]
+
+
+class Boxed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        normal = linen.initializers.lecun_normal()
+        boxed = linen.with_partitioning(normal, ('a', None))
+        return linen.Dense(4, kernel_init=boxed, name='base')(x)
+
+
+class Lora(linen.Module):
+    """``nn.share_scope``: both have one path."""
+
+    def setup(self):
+        self.base = linen.Dense(4)
+        linen.share_scope(self, self.base)
+        self.a = self.param('A', linen.initializers.normal(), (4, 4))
+        self.a2 = self.a * 2.0
+
+    def __call__(self, x):
+        return self.base(x) + x @ self.a2
+
+
+# The modules of random models, by the kind of a ``Leaf``: arrays of shape (2, 4) to
+# arrays of that shape.
+LEAVES: dict[str, type[linen.Module]] = {
+    'affine': Affine,
+    'kept': Kept,
+    'dense': Square,
+    'rnn': Recurrent,
+    'boxed': Boxed,
+    'lora': Lora,
+}

@@ -11,6 +11,7 @@ from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.engine.blocks import thread
 from flax_sg.internals import tracing
+from tests.helpers.described.by_hand import warped
 from tests.helpers.described.language import Block, Interpreter, Program, Where, left
 
 
@@ -74,7 +75,19 @@ def rewrite_of(where: Where, rule: str = 'stop', judged: bool = False) -> Any:
     if rule == 'only':
         others = dataclasses.replace(where, negated=not where.negated)
         return nn.train_only(filter_of(others), **options)
-    return nn.stop_gradient(filter_of(where), **options)
+    selected = filter_of(where)
+    if rule == 'stop':
+        return nn.stop_gradient(selected, **options)
+    if rule == 'scale':
+        return nn.scale_gradient(selected, -0.5, **options)
+    if rule == 'read_only':
+        return nn.read_only(selected, collections='params', **options)
+    values = 'ema' if rule == 'collection' else _warped
+    return nn.substitute(values, where=selected, **options)
+
+
+def _warped(path: Any, value: Any) -> Any:
+    return warped(value)
 
 
 class Real(Interpreter):

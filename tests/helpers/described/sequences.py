@@ -206,7 +206,7 @@ def seen(params: Any, blocks: tuple[Open, ...]) -> Any:
     """The parameters of a tree, by hand, as readers in the blocks see them."""
     values = Values(params)
     for one in blocks:
-        values = values.stopped(one.owner or (), one.block.where)
+        values = values.rewritten(one.owner or (), one.block.where, one.block.rule)
     return values.params
 
 

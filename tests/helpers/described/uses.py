@@ -133,7 +133,10 @@ def expected(program: Program, fn: Fn) -> Fn:
 
 def both(fn: Fn) -> Fn:
     """The values of ``fn`` while it is differentiated, and the gradient of each."""
-    return lambda params, x: (jax.vjp(fn, params, x)[0], oracle.grads(fn, params, x))
+    return lambda params, x: (
+        jax.vjp(fn, params, x)[0],
+        oracle.grads(fn, params, x),
+    )
 
 
 def eager(fn: Fn) -> Fn:

@@ -1,0 +1,230 @@
+"""Makes the modules of a description in ``models.py``, with flax_sg."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from flax_sg import linen as nn
+from tests.helpers.described import models
+from tests.helpers.described.language import Use
+from tests.helpers.described.modules import LEAVES, Affine, param
+from tests.helpers.described.real import Real, filter_of, rewrite_of
+
+VALUES = ('params', 'ema')
+
+# Transforms of classes.
+
+
+def _mapped_class(lift: Any, cls: Any) -> Any:
+    options: dict[str, Any] = {
+        'variable_axes': dict.fromkeys(VALUES, 0),
+        'split_rngs': {'params': True},
+        'metadata_params': {nn.PARTITION_NAME: None},
+    }
+    if lift is nn.vmap:
+        lifted = nn.vmap(cls, in_axes=None, axis_size=2, **options)
+
+        def mean(self, x):
+            return lifted.__call__(self, x).mean(0)
+
+        return type(cls.__name__, (lifted,), {'__call__': nn.nowrap(mean)})
+
+    def step(self, x, _):
+        return cls.__call__(self, x), None
+
+    def call(self, x):
+        return getattr(self, name)(x, None)[0]
+
+    name = f'step_of_{len(cls.__mro__)}'  # A scanned class may be scanned again.
+    stepped = type(cls.__name__, (cls,), {name: step})
+    scanned = nn.scan(stepped, length=2, methods=[name], **options)
+    return type(cls.__name__, (scanned,), {'__call__': nn.nowrap(call)})
+
+
+def make(kid: models.Kid, **fields: Any) -> linen.Module:
+    """A submodule, not bound yet."""
+    if isinstance(kid.spec, models.Leaf):
+        cls: Any = LEAVES[kid.spec.kind]
+    else:
+        cls, fields = COMPOSITES[kid.spec.style], {'spec': kid.spec, **fields}
+    rewrite = rewrite_of(kid.where, kid.rule)
+    for wrap in kid.wraps:
+        if wrap == 'stop':
+            cls = rewrite(cls)
+        elif wrap in ('scan', 'vmap'):
+            cls = _mapped_class(getattr(nn, wrap), cls)
+        else:
+            cls = getattr(nn, wrap)(cls)
+    return rewrite(cls(**fields)) if kid.frozen else cls(**fields)
+
+
+# Transforms of functions of a module.
+
+
+def _cond(fn: Any, module: Any, x: Any) -> Any:
+    def negative(module: Any, x: Any) -> Any:
+        return fn(module, x) * 2.0
+
+    return nn.cond(x.sum() > 0, fn, negative, module, x)
+
+
+def _while_loop(fn: Any, module: Any, x: Any) -> Any:
+    def go_on(_: Any, carry: Any) -> Any:
+        return carry[0] < 2
+
+    def step(module: Any, carry: Any) -> Any:
+        return carry[0] + 1, fn(module, carry[1])
+
+    return nn.while_loop(go_on, step, module, (0, x), broadcast_variables=VALUES)[1]
+
+
+def _scan(fn: Any, module: Any, x: Any) -> Any:
+    scanned = nn.scan(
+        lambda module, x, _: (fn(module, x), None),
+        variable_broadcast=VALUES,
+        split_rngs={'params': False},
+        length=2,
+    )
+    return scanned(module, x, None)[0]
+
+
+def _vmap(fn: Any, module: Any, x: Any) -> Any:
+    mapped = nn.vmap(
+        fn,
+        variable_axes=dict.fromkeys(VALUES),
+        split_rngs={'params': False},
+        in_axes=None,
+        axis_size=2,
+    )
+    return mapped(module, x).mean(0)
+
+
+def _map_variables(fn: Any, module: Any, x: Any) -> Any:
+    def doubled(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * 2.0, tree)
+
+    return nn.map_variables(fn, 'params', trans_in_fn=doubled)(module, x)
+
+
+def _custom_vjp(fn: Any, module: Any, x: Any) -> Any:
+    def forward(module: Any, x: Any) -> Any:
+        return nn.vjp(fn, module, x)
+
+    def backward(pull_back: Any, y_t: Any) -> Any:
+        params_t, x_t = pull_back(y_t * 3.0)
+        return params_t, x_t
+
+    return nn.custom_vjp(fn, forward, backward)(module, x)
+
+
+def _vjp(fn: Any, module: Any, x: Any) -> Any:
+    y, pull_back = nn.vjp(fn, module, x)
+    return y + pull_back(y)[1]
+
+
+LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    '': lambda fn, module, x: fn(module, x),
+    'remat': lambda fn, module, x: nn.remat(fn)(module, x),
+    'jit': lambda fn, module, x: nn.jit(fn)(module, x),
+    'scan': _scan,
+    'vmap': _vmap,
+    'cond': _cond,
+    'while_loop': _while_loop,
+    'map_variables': _map_variables,
+    'custom_vjp': _custom_vjp,
+    'vjp': _vjp,
+}
+# No variables can be created in these.
+NOT_AT_INIT = ('scan', 'vmap', 'cond', 'while_loop', 'map_variables')
+
+
+# Composite modules.
+
+
+class Composite(linen.Module):
+    """Runs the statements of a description."""
+
+    spec: models.Composite
+    handed_in: Any = None
+
+    def make_kids(self, **named: Any) -> tuple[list[linen.Module], Any]:
+        """The submodules, and the module that some of them share."""
+        shared = self.handed_in
+        if shared is None and any(kid.shares for kid in self.spec.kids):
+            shared = Affine(**{name: 'shared' for name in named})
+        kids = [
+            make(
+                kid,
+                **{name: f'k{i}' for name in named},
+                **({'handed_in': shared} if kid.shares else {}),
+            )
+            for i, kid in enumerate(self.spec.kids)
+        ]
+        return kids, shared
+
+
+class CompactComposite(Composite):
+    @linen.compact
+    def __call__(self, x):
+        kids, _ = self.make_kids(name=True)
+        return _Running(self, kids).result(self.spec.body, x)
+
+    def own(self, name):
+        made = self.has_variable('params', name)
+        return self.get_variable('params', name) if made else param(self, name, 4)
+
+
+class SetupComposite(Composite):
+    def setup(self):
+        kids, shared = self.make_kids()
+        if shared is not self.handed_in:
+            self.shared = shared  # Before a kid that holds it gives it a name.
+        for i, module in enumerate(kids):
+            setattr(self, f'k{i}', module)
+        self.p0, self.p1 = param(self, 'p0', 4), param(self, 'p1', 4)
+
+    def __call__(self, x):
+        kids = [getattr(self, f'k{i}') for i in range(len(self.spec.kids))]
+        return _Running(self, kids).result(self.spec.body, x)
+
+    def own(self, name):
+        return getattr(self, name)
+
+
+COMPOSITES = {'setup': SetupComposite, 'compact': CompactComposite}
+
+
+class _Running(models.OnValue, Real):
+    """The statements of a composite module that is called."""
+
+    def __init__(self, module: Any, kids: list[linen.Module]) -> None:
+        self.module, self.kids = module, kids
+
+    def own(self, item: models.Own, place: Any) -> None:
+        self.x = self.x * self.module.own(item.name)
+
+    def shared(self, item: models.Shared, place: Any) -> None:
+        if self.module.handed_in is not None:
+            self.x = jnp.tanh(self.module.handed_in(self.x))
+
+    def use(self, item: Use, place: Any) -> None:
+        def call(module: Any, x: Any) -> Any:
+            if item.mirror is not None:
+                # A view that draws random numbers and writes as the module does.
+                options = {'rngs': 'fresh', 'state': 'update', 'unused': 'ignore'}
+                module = nn.mirror(module, filter_of(item.mirror), **options)
+            return jnp.tanh(module(x))  # Or values grow with the number of calls.
+
+        creates = self.module.is_initializing() and item.lift in NOT_AT_INIT
+        lift = LIFTS['' if creates else item.lift]
+        self.x = lift(call, self.kids[item.kid], self.x)
+
+
+def model(spec: models.Composite) -> linen.Module:
+    """The model of a description."""
+    return COMPOSITES[spec.style](spec)
