@@ -545,3 +545,28 @@ def test_a_gradient_in_a_method_while_init_runs(compiled):
     of_dense = lambda p: jnp.sum(fnn.Dense(1).apply({'params': p}, X) ** 2)  # noqa: E731
     by_hand = jax.jit(jax.grad(of_dense)) if compiled else jax.grad(of_dense)
     oracle.assert_same(grads['params'], by_hand(params))
+
+
+def test_other_derivatives_are_those_of_the_part():
+    """Two lines of the FAQ, bit for bit what a split by hand gives."""
+    part, rest = sg.partition(V, ['a', 'n'])
+    live = {name: V[name] for name in 'an'}
+
+    def of_part(part):
+        return vector(sg.combine(part, rest))
+
+    def by_hand(live):
+        return vector({**V, **live})
+
+    for derivative in jax.jacrev, jax.jacfwd, jax.hessian:
+        found = jax.jit(derivative(of_part))(part)
+        expected = jax.jit(derivative(by_hand))(live)
+        oracle.assert_same(*map(jax.tree.leaves, (found, expected)))
+        assert found['u']['b'] is sg.ABSENT
+    push, push_by_hand = (
+        jax.linearize(of_part, part)[1],
+        jax.linearize(by_hand, live)[1],
+    )
+    oracle.assert_same(push(part), push_by_hand(live))
+    forward = jax.jvp(of_part, (part,), (part,))
+    oracle.assert_same(forward, jax.jvp(by_hand, (live,), (live,)))

@@ -8,6 +8,7 @@ by hand, to the last bit, and Python in the model counts how often JAX traces it
 
 import contextlib
 import functools
+import itertools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -448,3 +449,19 @@ def test_functions_of_the_path_alone_ask_about_no_program():
     # What was asked under one code is asked again; nothing of the others is.
     with nn.stop_gradient(say):
         assert sorted(asked) == [*PATHS]
+
+
+def test_a_predicate_that_answers_by_chance_is_never_stale():
+    """A block that opens may ask for several programs: its last answers hold."""
+    step, numbers = make_step(), itertools.count()
+    for _ in range(20):
+        said: dict[str, bool] = {}
+
+        def where(path: Any, said: Any = said) -> bool:
+            said[path] = next(numbers) % 3 == 0
+            return said[path]
+
+        with nn.stop_gradient(where, unused='ignore'):
+            found = step(PARAMS)
+        frozen = [path for path, answer in said.items() if answer]
+        oracle.assert_same(found, by_hand(*frozen))

@@ -962,3 +962,107 @@ def test_other_code_patches_what_is_hooked(steps, monkeypatch):
         assert grads['kernel'].any() != in_block, steps[: number + 1]
     assert met
     assert Scope.get_variable is original
+
+
+class Stop(BaseException):
+    """No Exception, as KeyboardInterrupt is none."""
+
+
+@pytest.mark.parametrize(('error', 'depth'), [(ValueError, 3), (Stop, 1)])
+def test_an_exception_leaves_everything_as_it_was(error, depth):
+    bound = MODEL.bind({'params': PARAMS})
+    raised = error('on purpose')
+
+    def deeper(n):
+        if n == 0:
+            assert frozen() == 'a'
+            bound(ROWS)
+            raise raised
+        with nn.stop_gradient('a/**'):
+            deeper(n - 1)
+
+    with pytest.raises(error) as caught:
+        deeper(depth)
+    assert caught.value is raised
+    assert_nothing_is_left()
+    assert frozen(lambda p: MODEL.clone().apply({'params': p}, ROWS)) == ''
+    oracle.assert_same(bound(ROWS), apply(PARAMS))
+
+
+@pytest.mark.usefixtures('leaks')
+@pytest.mark.parametrize(
+    ('mutable', 'where'), [(False, True), (['params', 'intermediates'], 'kid/w')]
+)
+def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
+    """It reads the variables after the scope was invalidated; and keeps no tracer."""
+
+    def body(module, x):
+        kid = Kid(name='kid')
+        with nn.stop_gradient(where):
+            y = kid(x) + jnp.sum(module.variables['params']['kid']['w'])
+            kid.sow('intermediates', 'y', y)
+        return y
+
+    def fn(params):
+        return done(body, {'kid': params}, X, mutable)
+
+    out, pull_back = jax.vjp(jax.jit(fn), PARTS)
+    if mutable:
+        ones = jax.tree.map(jnp.zeros_like, out)
+        ones[1]['params'] = {'kid': PARTS}
+        oracle.assert_same(pull_back(ones)[0], PARTS)
+
+
+def test_a_long_block_frees_the_trees_it_has_seen():
+    refs = []
+    with nn.stop_gradient('kernel'):
+        for i in range(3):
+            params = jax.tree.map(lambda p, i=i: p + i, OF_DENSE)
+            refs.append(weakref.ref(params['kernel']))
+            jax.grad(lambda p: jnp.sum(dense(p)))(params)
+            del params
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 3
+        assert list(blocks.thread.blocks[0].roots) == []
+
+
+@pytest.mark.usefixtures('leaks')
+def test_a_module_bound_in_a_compiled_function():
+    with nn.stop_gradient('bias'):
+        grads = jax.jit(jax.grad(lambda p: jnp.sum(DENSE.bind({'params': p})(ROWS))))(
+            OF_DENSE
+        )
+    assert oracle.is_zero(grads['bias'])
+    assert not oracle.is_zero(grads['kernel'])
+
+
+def test_modules_open_blocks_in_each_other():
+    # Each of them sees its own parameters by its own names.
+    class Inner(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('kernel'):
+                kernel = self.param('kernel', fnn.initializers.ones, (3, 3))
+                bias = self.param('bias', fnn.initializers.ones, (1, 3))
+                return x @ kernel + bias
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('one/bias'):
+                x = Inner(name='two')(Inner(name='one')(x))
+            return x * self.param('kernel', fnn.initializers.ones, (1, 3))
+
+    params = Outer().init(jax.random.key(0), ROWS)['params']
+    stopped = {'one/kernel', 'one/bias', 'two/kernel'}
+
+    def by_hand(params):
+        p = oracle.stopped(params, lambda path: path in stopped)
+        x = ROWS
+        for name in ('one', 'two'):
+            x = x @ p[name]['kernel'] + p[name]['bias']
+        return x * p['kernel']
+
+    oracle.assert_same_grads(
+        lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
+    )

@@ -642,9 +642,13 @@ def test_two_blocks_are_open_before_either_has_read_anything(name, turned):
 # Rules that run late, when others have the numbers of their blocks.
 
 
-def late(reads: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of the parameters whose backward rule alone reads them."""
-    fn = jax.custom_vjp(lambda params: jnp.float32(0.0))
+def late(reads: Callable[[Any], Any], both: bool = False) -> Callable[[Any], Any]:
+    """A function of the parameters whose backward rule reads, alone or as it does."""
+
+    @jax.custom_vjp
+    def fn(params):
+        return 0.0 * reads(params) if both else jnp.float32(0.0)
+
     fn.defvjp(
         lambda params: (jnp.float32(0.0), params),
         lambda params, ct: (jax.tree.map(lambda g: ct * g, jax.grad(reads)(params)),),
@@ -891,3 +895,169 @@ def test_a_helper_in_a_body_reads_what_a_block_brings(lift):
         with nn.substitute({'w': jnp.float32(w)}):
             assert run() == w**times
     assert run() == 1.0
+
+
+def test_two_open_blocks_with_functions_of_the_same_code():
+    """Both are open before one of them is asked: neither finds the other's trace."""
+
+    def of(name):
+        return nn.stop_gradient(lambda path: path.name == name)
+
+    def stopped():
+        grads = loss(PARAMS)['dense']
+        return [name for name, grad in grads.items() if oracle.is_zero(grad)]
+
+    loss = jax.jit(jax.grad(summed))
+    with ThreadPoolExecutor(1) as pool, of('kernel'):
+        theirs = of('bias')
+        pool.submit(theirs.__enter__).result()
+        mine = stopped()
+        assert pool.submit(stopped).result() == ['bias']
+        assert stopped() == mine == ['kernel']
+        pool.submit(theirs.__exit__, None, None, None).result()
+
+
+def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
+    class HasW(fnn.Module):
+        def __call__(self):
+            return self.get_variable('params', 'w')
+
+    stored = {'w': jnp.array(2.0)}
+
+    def w():
+        return HasW().apply({'params': stored})
+
+    @jax.custom_vjp
+    def fn(x):
+        return w() * x
+
+    fn.defvjp(lambda x: (fn(x), None), lambda _, ct: (w() * ct,))
+
+    @jax.jit
+    def loss(x):
+        with nn.substitute(lambda path, value: value + 3.0):
+            return fn(x)
+
+    assert jax.value_and_grad(loss)(3.0) == (15.0, 5.0)
+
+
+@pytest.mark.parametrize('names', [('stop', 'scale'), ('scale', 'stop')])
+def test_two_threads_with_one_filter_and_two_rules_have_two_numbers(names):
+    """Both blocks are open before either has read anything."""
+    forget_contexts()
+    blocks = {
+        'stop': nn.stop_gradient('dense/kernel'),
+        'scale': nn.scale_gradient('dense/kernel', 2.0),
+    }
+    fn = jax.jit(jax.grad(summed))
+    is_open, goes_on = threading.Event(), threading.Event()
+
+    def other() -> Any:
+        with blocks[names[0]]:
+            is_open.set()
+            assert goes_on.wait(60)
+            return fn(PARAMS)
+
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(other)
+        assert is_open.wait(60)
+        with blocks[names[1]]:
+            goes_on.set()
+            found = dict(zip(names, (theirs.result(), fn(PARAMS)), strict=True))
+    plain = jax.grad(summed)(PARAMS)['dense']['kernel']
+    for name, factor in (('stop', 0), ('scale', 2)):
+        assert jnp.allclose(found[name]['dense']['kernel'], factor * plain)
+
+
+def test_a_late_rule_keeps_the_rule_of_its_block():
+    """The same variables are meant by a stop and by a factor."""
+    forget_contexts()
+    fn = jax.jit(late(summed, both=True))
+    plain = jax.grad(summed)(PARAMS)['dense']
+
+    def loss(params: Any, rewrite: Any) -> Any:
+        with rewrite:
+            return fn(params)
+
+    stop = nn.stop_gradient('dense/kernel', unused='ignore')
+    scale = nn.scale_gradient('dense/kernel', 2.0, unused='ignore')
+    for rewrite in (stop, scale):
+        loss(PARAMS, rewrite)  # Traced, but not its backward rule.
+    for rewrite, factor in ((scale, 2.0), (stop, 0.0), (scale, 2.0)):
+        found = jax.grad(loss)(PARAMS, rewrite)['dense']
+        assert jnp.allclose(found['kernel'], factor * plain['kernel'])
+        assert jnp.allclose(found['bias'], plain['bias'])
+
+
+SPLIT = {'params': False}
+
+
+def test_a_rule_in_the_body_of_a_scan_reads_what_the_body_was_handed():
+    class Cell(fnn.Module):
+        @fnn.compact
+        def __call__(self, carry, x):
+            for name in ('v', 'w'):
+                self.param(name, fnn.initializers.constant(2.0), ())
+
+            @jax.custom_vjp
+            def scaled(y):
+                return y * self.get_variable('params', 'w')
+
+            def backward(_, ct):
+                # The function has not read ``v``.
+                return (ct * self.get_variable('params', 'v'),)
+
+            scaled.defvjp(lambda y: (scaled(y), None), backward)
+            return scaled(carry) + x, None
+
+    lifted = fnn.scan(Cell, variable_broadcast='params', split_rngs=SPLIT)
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            cell = lifted(name='cell')
+            for name in ('v', 'w', 'v'):
+                with nn.stop_gradient(lambda path, name=name: path.name == name):
+                    x, _ = cell(x, jnp.zeros(2))
+            return x
+
+    variables = Model().init(jax.random.key(0), jnp.float32(1.0))
+    for _ in range(2):
+        grad = jax.grad(lambda x: Model().apply(variables, x))(jnp.float32(1.0))
+        assert grad == 2.0**6
+
+
+def test_a_thread_opens_a_block_while_another_has_none():
+    def frozen():
+        with nn.stop_gradient('dense/**'):
+            entered.set()
+            assert leave.wait(30)
+            return jax.grad(summed)(PARAMS)
+
+    entered, leave = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(frozen)
+        assert entered.wait(30)
+        mine = jax.grad(summed)(PARAMS)
+        leave.set()
+    assert oracle.is_zero(theirs.result())
+    assert not oracle.is_zero(mine)
+
+
+def test_equal_filters_of_two_modules_share_what_is_traced():
+    """Or every jitted helper would be traced again for each module of a large model."""
+    helper = counting_tanh()
+
+    class Opener(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('dense/kernel'):
+                return helper(fnn.Dense(3, name='dense')(x))
+
+    class Model(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            return Opener(name='b')(Opener(name='a')(x))
+
+    Model().init(jax.random.key(0), X)
+    assert len(TRACES) == 1

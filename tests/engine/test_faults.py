@@ -5,6 +5,7 @@ of ``__exit__``. A ``with`` statement whose ``__exit__`` is written in Python ha
 gap.
 """
 
+import contextlib
 import importlib
 import re
 import sys
@@ -344,3 +345,36 @@ def test_copies_are_equal_and_hash_alike(name):
         if name not in ('values', 'an array as a cotangent'):  # By identity.
             assert twin == value
             assert hashed is None or hash(twin) == hashed
+
+
+@pytest.mark.usefixtures('leaks')
+@pytest.mark.parametrize('name', ['rules', 'lifts', 'values'])
+def test_no_tracer_leaks(name):
+    """JAX raises if one outlives its trace."""
+    program, model, _ = PROGRAMS[name]
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def interrupted(variables):
+        with contextlib.suppress(Ctrl), nn.stop_gradient(True, unused='ignore'):
+            program(variables)
+            raise Ctrl
+        return program(variables)
+
+    jax.eval_shape(lambda v: jax.jit(interrupted)(v), variables)
+
+
+@pytest.mark.usefixtures('leaks')
+def test_what_runs_is_told_without_the_variables_of_frames():
+    """To read those of a frame of JAX keeps its tracers, before Python 3.13.
+
+    Then JAX raises here that they leak.
+    """
+    cell = nn.scan(nn.SimpleCell, **oracle.SHARED)(2)
+    steps = jnp.ones((3, 2, 2))
+    for _ in range(2):
+        with nn.stop_gradient('i/kernel'):
+            cell.tabulate(
+                *(jax.random.key(0), X, steps),
+                compute_flops=True,
+                compute_vjp_flops=True,
+            )

@@ -7,6 +7,9 @@ that no test expects is an error.
 
 import contextlib
 import functools
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,3 +282,63 @@ def test_a_block_that_met_its_names_and_raised_keeps_its_programs(error):
     assert len(traces) == 3  # Nobody has judged this name.
     with pytest.raises(errors.UnusedFilterError), nn.stop_gradient('c/**'):
         step(PARAMS)
+
+
+COLLECTED = """
+    import gc, sys, threading, time
+    import jax, jax.numpy as jnp
+    from flax_sg import linen as nn
+
+    model, x = nn.Dense(2), jnp.ones((1, 2))
+    variables = model.init(jax.random.key(0), x)
+
+    def holds(where, cycle):
+        block = nn.stop_gradient(where, unused='ignore')
+        with block:
+            yield
+        cycle.append(cycle)
+
+    def make_garbage():
+        cycle = []
+        generator = holds(lambda path: path.startswith('k'), cycle)
+        next(generator)
+        # Only the garbage collector closes it, at any moment, in any thread.
+        cycle.append(generator)
+
+    end = time.monotonic() + 1
+    done = []
+
+    def opens(i):
+        left = 20  # A block that another thread has to close may stay open here.
+        while time.monotonic() < end:
+            for where in ('kernel', lambda path: path == 'bias', True):
+                with nn.stop_gradient(where, unused='ignore'):
+                    model.apply(variables, x)
+            if i == 0 and left:
+                left -= 1
+                make_garbage()
+        done.append(i)
+
+    sys.unraisablehook = lambda unraisable: None  # It is closed out of order.
+    gc.freeze()
+    gc.set_threshold(1)
+    threads = [threading.Thread(target=opens, args=(i,), daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    gc.set_threshold(700)
+    gc.collect()
+    assert sorted(done) == [0, 1, 2], done
+    print('ended')
+"""
+
+
+def test_a_generator_collected_at_any_moment_locks_nothing():
+    found = subprocess.run(
+        [sys.executable, '-c', textwrap.dedent(COLLECTED)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert found.stdout.splitlines()[-1:] == ['ended'], found.stderr[-2000:]

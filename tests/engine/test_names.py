@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import random
 import re
 import warnings
 import weakref
@@ -171,6 +172,16 @@ BLOCKS: dict[str, Callable[[Any], Any]] = {
 def fresh_loss() -> Any:
     """A jitted loss that no block has seen."""
     return jax.jit(lambda params: loss('extra', params))
+
+
+@functools.cache
+def by_hand(run: str, model: str, name: str, kept: bool) -> Any:
+    """The gradients with the layers of a name stopped, or all others."""
+
+    def selects(path: str) -> bool:
+        return (path.split('/')[0] == name) != kept
+
+    return RUNS[run](lambda p: loss(model, oracle.stopped(p, selects)))(PARAMS[model])
 
 
 @functools.cache
@@ -370,3 +381,90 @@ def test_a_question_of_a_tree_that_is_no_more_has_no_answer():
     second.note([numbers.VALUES])
     third = opened()
     assert third.is_new and third.number not in (first.number, second.number)
+
+
+# What is written, around a function.
+def _in(block: Any, step: Callable[[], Any]) -> Any:
+    with block:
+        return step()
+
+
+FORMS_OF_BLOCKS: dict[str, Callable[[Any, Any], Any]] = {
+    'block': lambda where, step: _in(nn.stop_gradient(where), step),
+    'train_only': lambda where, step: _in(nn.train_only(where), step),
+    'scale_gradient': lambda where, step: _in(nn.scale_gradient(where, 0.0), step),
+    'decorator': lambda where, step: nn.stop_gradient(where)(step)(),
+}
+
+
+# JAX stores a program once more for each kind of arguments.
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    'as they are': lambda params: params,
+    'NumPy': lambda params: jax.tree.map(np.asarray, params),
+    'put on a device': lambda params: jax.device_put(params, jax.devices()[0]),
+    'on another device': lambda params: jax.device_put(params, jax.devices()[1]),
+}
+
+
+NAMES = sorted({name for model in MODELS.values() for name in model.names})
+
+
+# How a gradient is computed; each function lives as long as the process.
+def after(step: Any, first: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    def run(params: Any) -> Any:
+        first(step, params)
+        return step(params)
+
+    return run
+
+
+def made_anew(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda params: jax.jit(fn)(params)
+
+
+RUNS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    'jitted gradient': lambda fn: jax.jit(jax.grad(fn)),
+    'gradient of jitted': lambda fn: jax.grad(jax.jit(fn)),
+    'checkpoint': lambda fn: jax.grad(jax.checkpoint(fn)),
+    'eager': jax.grad,
+    'jit made anew': lambda fn: made_anew(jax.grad(fn)),
+    'shapes first': lambda fn: after(jax.jit(jax.grad(fn)), jax.eval_shape),
+    'lowered first': lambda fn: after(
+        jax.jit(jax.grad(fn)), lambda step, params: step.lower(params)
+    ),
+}
+
+
+STEPS = {
+    (run, name): make(functools.partial(loss, name))
+    for run, make in RUNS.items()
+    for name in MODELS
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('seed', range(2))
+def test_names_in_any_order_of_models_filters_and_programs(seed):
+    """A wrong name is told at the latest when its program is traced."""
+    draw, told = random.Random(seed), set[Any]()
+    for _ in range(45):
+        model, name = draw.choice(sorted(MODELS)), draw.choice(NAMES)
+        kind, run = draw.choice(sorted(FILTERS)), draw.choice(sorted(RUNS))
+        form, given = draw.choice(sorted(FORMS_OF_BLOCKS)), draw.choice(sorted(GIVEN))
+        step = functools.partial(STEPS[run, model], GIVEN[given](PARAMS[model]))
+        whole = functools.partial(FORMS_OF_BLOCKS[form], FILTERS[kind](name), step)
+        results: list[Any] = []
+        said = heard(contextlib.nullcontext(), lambda: results.append(whole()))
+        case = f'{form} {kind} {name!r} in {model!r}, {run} of {given}: {said!r}'
+        form = 'block' if form == 'decorator' else form
+        if name in MODELS[model].names:
+            assert not said, case
+        elif said:
+            told.add((form, kind, name, model))
+        else:
+            assert (form, kind, name, model) in told, case
+        for found in results:
+            expected = by_hand(run, model, name, form == 'train_only')
+            if form == 'scale_gradient':  # Negative zeros.
+                expected, found = jax.tree.map(lambda g: g + 0.0, (expected, found))
+            oracle.assert_same(found, expected)

@@ -360,3 +360,15 @@ def test_what_was_bound_before_or_outside_is_covered_inside_of_an_apply():
         grads = jax.grad(loss)(VARIABLES_OF_PLAIN)['params']
         assert oracle.is_zero(grads['kernel'])
         assert not oracle.is_zero(grads['bias'])
+
+
+def test_an_exception_out_of_an_apply_leaves_no_depth():
+    class Raises(fnn.Module):
+        def __call__(self):
+            raise KeyError
+
+    with nn.stop_gradient('kernel'):
+        with pytest.raises(KeyError):
+            Raises().apply({})
+        grads = jax.grad(loss_of(PLAIN))(VARIABLES_OF_PLAIN, X)
+    assert oracle.is_zero(grads['params']['kernel'])

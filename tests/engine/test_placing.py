@@ -398,3 +398,82 @@ def test_a_rule_with_a_number_of_each_example_of_each_batch(name):
 
     expected = of_each_example(hand, params, xs.reshape(8, 2, 3))
     chex.assert_trees_all_close(jax.grad(batch)(params), expected, rtol=1e-5)
+
+
+def test_what_is_written_in_the_body_of_a_scan_is_mapped_in_each_step():
+    class Writes(fnn.Module):
+        factor: float | None
+
+        @fnn.compact
+        def __call__(self, x, c):
+            def step(module, x, _):
+                value = c if self.factor is None else self.factor * c
+                module.put_variable('cache', 'c', value)
+                return x * module.get_variable('cache', 'c'), None
+
+            scan = fnn.scan(step, variable_axes={'cache': 0}, length=3)
+            with nn.map_cotangent('c', square, collections='cache'):
+                return scan(self, x, None)[0]
+
+    def by_hand(x, c):
+        def step(x, _):
+            return x * backward.squared({'c': c})['c'], None
+
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    for factor in None, 1.0:
+        apply = functools.partial(Writes(factor).apply, {}, mutable=['cache'])
+        assert_same_both(lambda x, c, apply=apply: apply(x, c)[0], by_hand, X, ROW['w'])
+
+
+@pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
+@pytest.mark.parametrize('name', sorted(OF_EXAMPLES.keys() - {'global_norm'}))
+def test_a_rule_with_a_number_of_each_example(name, lift):
+    """JAX traces the identity once for a body, and batches its rule later."""
+    rule, hand = OF_EXAMPLES[name]
+
+    class Example(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with rule(jnp.sum(x**2)):
+                return fnn.Dense(5)(x)
+
+    class Batch(fnn.Module):
+        @fnn.compact
+        def __call__(self, xs):
+            return fnn.vmap(Example, **oracle.MAPPED)(name='example')(xs)
+
+    def loss(params: Any) -> Any:
+        params = {'example': {'Dense_0': params}}
+        return jnp.sum(lift(Batch)().apply({'params': params}, xs) ** 2)
+
+    xs = jnp.linspace(-0.5, 1.0, 24).reshape(4, 2, 3)
+    params = DENSE.init(jax.random.key(0), xs)['params']
+    expected = of_each_example(hand, params, xs)
+    chex.assert_trees_all_close(jax.grad(loss)(params), expected)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('around', [lambda fn: fn, jax.checkpoint, jax.jit])
+def test_a_norm_of_weights_of_which_some_belong_to_an_example(around):
+    class Example(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            w = self.param('w', fnn.initializers.ones, (3,))
+            own = self.variable('own', 'w', jnp.ones, (3,))
+            return jnp.sum(x * w * own.value)
+
+    @around
+    def batch(variables: Any) -> Any:
+        def one(own: Any, x: Any) -> Any:
+            with nn.clip_gradient(True, global_norm=0.5, collections=True):
+                return Example().apply({**variables, 'own': own}, x)
+
+        return jnp.sum(jax.vmap(one)(variables['own'], xs))
+
+    xs = jnp.linspace(0.5, 1.0, 12).reshape(4, 3)
+    variables = {'params': {'w': jnp.ones(3)}, 'own': {'w': jnp.ones((4, 3))}}
+    found = jax.grad(batch)(variables)
+    alone = [clipped([x, x], 0.5)[0] for x in xs]
+    chex.assert_trees_all_close(found['params']['w'], sum(alone))
+    chex.assert_trees_all_close(found['own']['w'], jnp.stack(alone))

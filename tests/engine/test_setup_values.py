@@ -7,6 +7,8 @@ differ from the first. A value that cannot be found again raises an error.
 
 import contextlib
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from tests.helpers.described.language import (
 from tests.helpers.described.modules import Affine, Kid, param
 from tests.helpers.described.uses import (
     PROGRAMS,
+    RNGS,
     USE,
     Route,
     X,
@@ -519,3 +522,66 @@ def test_a_kept_value_of_two_variables_depends_on_what_is_said_of_both():
         'a': [1.0, 1.0, 0.0, 1.0],
         'b': [0.0, 10.0, 10.0, 0.0],
     }
+
+
+def test_an_average_that_is_the_same_array_as_the_stopped_parameter():
+    class Both(nn.Module):
+        def setup(self):
+            self.w = param(self, 'w')
+            self.average = self.parent.get_variable('average', 'w')
+
+        def __call__(self, x):
+            return x * self.w, x * self.average
+
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kid = Both(name='kid')
+            with nn.stop_gradient('kid/w'):
+                inside = kid(x)
+            return *inside, *kid(x)
+
+    def fn(w):
+        variables = {'params': {'kid': {'w': w}}, 'average': {'w': X}}
+        return Parent().apply(variables, jnp.ones(3))
+
+    zero = jnp.zeros(3)
+    seeds = jnp.array([1.0, 2.0, 3.0])  # Of each output.
+    oracle.assert_same(oracle.grads(fn, X), [(zero,), (zero,), (seeds,), (zero,)])
+
+
+def test_nothing_is_kept_when_the_block_has_closed():
+    """Bound modules live on; what blocks made of their values does not."""
+    kid = Kid()
+    module = kid.bind(kid.init(RNGS, X))
+
+    def loss(w):
+        held.append(weakref.ref(w))
+        return jnp.sum(module.w2 * w)
+
+    held: list[Any] = []
+    with nn.stop_gradient(True):
+        jax.grad(loss)(X)
+    gc.collect()
+    assert [ref() for ref in held] == [None]
+
+
+def test_a_module_that_was_bound_in_a_trace_that_is_over():
+    bound: list[Any] = []
+
+    @jax.jit
+    def binds():
+        bound.append(Keeps().bind({'params': {'w': w}}))
+        return w
+
+    def loss(w):
+        with nn.substitute({'w': w}):
+            return jnp.sum(bound[0](jnp.ones(3)) ** 3)
+
+    w = jnp.array(2.0)
+    binds()
+    gc.collect()
+    assert bound[0](1.0) == 6.0
+    assert jax.value_and_grad(loss)(1.0) == (81.0, 243.0)
+    with nn.stop_gradient(True):
+        assert bound[0](1.0) == 6.0

@@ -461,3 +461,91 @@ def test_variables_that_are_made_in_a_lifted_body(lift):
         with pytest.raises(errors.BlockError, match="'m' of the collection 'new'"):
             Making('block', lift).apply({}, X, mutable=True, rngs={'params': KEY})
     check(lambda how: Making(how, lift, 1), {}, rngs={'params': KEY})
+
+
+class Fp8(nn.Module):
+    where: Any
+
+    @nn.compact
+    def __call__(self, x):
+        part = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp, name='part')
+        with block(self.where, self.where is not None, collections=True):
+            return part(x)
+
+
+def test_fp8_layers_get_the_new_values_of_their_scales():
+    x = jnp.linspace(-1.0, 1.0, 16 * 16).reshape(16, 16)
+    variables = Fp8(None).init(KEY, x)
+
+    def grad(where):
+        def loss(variables):
+            return jnp.sum(Fp8(where).apply(variables, x) ** 2)
+
+        return jax.jit(jax.grad(loss))(variables)
+
+    plain, blocked = grad(None), grad('**')
+    assert is_zero(blocked['params']) and not is_zero(plain['params'])
+    assert not is_zero(plain['_overwrite_with_gradient'])
+    assert_same(blocked['_overwrite_with_gradient'], plain['_overwrite_with_gradient'])
+
+
+def test_map_variables_writes_in_init_what_flax_writes():
+    """Also where a body has run before, and runs again in a block."""
+
+    class Twice(nn.Module):
+        block: Any = contextlib.nullcontext()
+
+        def setup(self):
+            self.dense = nn.Dense(2)
+
+        def __call__(self, x):
+            mapped = nn.map_variables(
+                lambda module, x: module.dense(x),
+                'params',
+                trans_in_fn=lambda p: jax.tree.map(lambda leaf: leaf * 2.0, p),
+                trans_out_fn=lambda p: jax.tree.map(lambda leaf: leaf / 2.0 + 1.0, p),
+                init=True,
+            )
+            y = mapped(self, x)
+            with self.block:
+                return y + mapped(self, x)
+
+    x, key = jnp.ones((1, 2)), jax.random.key(0)
+    for init in (lambda model: model.init, lambda model: jax.jit(model.init)):
+        made = init(Twice(nn.stop_gradient('dense/**')))(key, x)
+        assert_same(made, init(Twice())(key, x))
+
+
+def test_what_nobody_selected_comes_out_of_a_transform_as_it_does_without_a_block():
+    both = ['base', 'cache']  # Transforms sort them: what may not be written is first.
+
+    def part(module, x):
+        return module.get_variable('cache', 'a') + x * module.get_variable('base', 'w')
+
+    class Uses(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            # What this one gives out has no gradient, whatever went in.
+            call = nn.custom_vjp(
+                part,
+                lambda *args: nn.vjp(part, *args, vjp_variables=both),
+                lambda pull_back, ct: pull_back(ct),
+                grad_vars=both,
+            )
+            with nn.stop_gradient(['a', 'w'], collections=both):
+                y = call(self, x)
+            return [y, self.get_variable('cache', 'a'), self.get_variable('cache', 'b')]
+
+    def applied(base, cache, x):
+        variables = {'base': base, 'cache': cache}
+        return Uses().apply(variables, x, mutable=['cache'])[0]
+
+    def by_hand(base, cache, x):
+        w, a, b = stop((base['w'], cache['a'], cache['b']))
+        return [a + x * w, cache['a'], b]
+
+    def run(fn):
+        y, pull_back = jax.vjp(fn, {'w': W}, {'a': W + 1, 'b': W + 2}, 2 * W)
+        return y, pull_back([W, 3 * W, 5 * W])
+
+    assert_same(run(applied), run(by_hand))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
+import types
 from typing import Any
 
 import jax
@@ -392,3 +394,34 @@ def test_several_arguments_have_the_names_of_the_function():
     nameless = sg.gradient_flow(lambda *args: args[0]['w'], one, one, argnums=(0, 1))
     assert ' is ' not in str(nameless)
     assert hash(report) == hash(dataclasses.replace(report))
+
+
+def first_user_of_a_cache(w):
+    return jnp.take(w, jnp.array([[[0], [1]]]), axis=0)
+
+
+def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
+    cell = '/tmp/ipykernel_7/4711.py'
+    compiler = types.SimpleNamespace(format_code_name={cell: ('Cell', 'In[3]')}.get)
+    shell = types.SimpleNamespace(compile=compiler)
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, 'IPython', ipython)
+    program: dict[str, Any] = {'nn': nn, 'jnp': jnp}
+    text = (
+        '\ndef loss(p):\n    return 2.0 * p\n'
+        'class Kept(nn.Module):\n    @nn.compact\n    def __call__(self, x):\n'
+        "        with nn.stop_gradient('w'):\n"
+        "            return x * self.param('w', nn.initializers.ones, ())\n"
+    )
+    exec(compile(text, cell, 'exec'), program)
+
+    def source(fn):
+        return flow_of(fn, THREE).why('output', '').lines[0]
+
+    assert source(program['loss']) == 'In[3]:3 (loss)'
+    kept = flow_of(program['Kept'](), {'params': {'w': 1.0}}, 2.0)
+    assert kept.why('output', 'w').by == "stop_gradient(Glob('w')) at In[3]:7"
+    # An imported file; and IPython without a notebook.
+    assert source(first_user_of_a_cache).startswith('test_flow.py:')
+    ipython.get_ipython = lambda: None
+    assert source(program['loss']) == '4711.py:3 (loss)'

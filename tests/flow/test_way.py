@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 from typing import Any
@@ -229,3 +230,31 @@ def test_the_uses_of_a_tied_embedding(kind, standard_promotion):
             assert [use.trains for use in alone.uses] == [False]
             assert 'uses:' not in str(alone)
     assert pickle.loads(pickle.dumps(why)) == why
+
+
+def test_a_leak_in_another_package_names_the_line_of_the_user(tmp_path, monkeypatch):
+    """Nobody edits what is installed."""
+    package = tmp_path / 'site-packages'
+    package.mkdir()
+    text = 'def criterion(features):\n    return (features ** 2).mean()\n'
+    (package / 'criteria_of_others.py').write_text(text)
+    monkeypatch.syspath_prepend(package)
+    criterion = importlib.import_module('criteria_of_others').criterion
+
+    class Blocked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with nn.train_only('body/**'):
+                return nn.Dense(3, name='body')(x)
+
+    model = Blocked()
+    params = jax.eval_shape(model.init, jax.random.key(0), X)['params']
+
+    def loss(p):
+        features = model.apply({'params': p}, X)
+        return criterion(features)
+
+    why = sg.gradient_flow(loss, params).why('output', 'body/kernel')
+    line = loss.__code__.co_firstlineno + 2
+    assert why.leaves.startswith(f'test_way.py:{line} (')
+    assert why.leaves in why.lines

@@ -4,6 +4,7 @@ What it should compute comes from the same program without it, on copies of the 
 that are stopped by hand.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -666,3 +667,26 @@ def test_equal_filters_in_the_field_do_not_retrace() -> None:
         assert is_zero(found['bias']) and not is_zero(found['kernel'])
     # Functions in fields of modules are compared by identity.
     assert len(traces) == 3
+
+
+def test_held_state_comes_back_after_an_exception() -> None:
+    class Fails(linen.Module):
+        def setup(self):
+            self.n = self.variable('counts', 'n', lambda: jnp.zeros(()))
+
+        def __call__(self):
+            if not self.is_initializing():
+                self.n.value = self.n.value + 1.0
+                raise ZeroDivisionError
+
+    class Catches(linen.Module):
+        def setup(self):
+            self.inner = nn.Frozen(Fails(), state='hold')
+
+        def __call__(self):
+            with contextlib.suppress(ZeroDivisionError):
+                self.inner()
+
+    variables = Catches().init(KEY)
+    _, written = Catches().apply(variables, mutable=['counts'])
+    assert_same(written, variables)

@@ -339,3 +339,53 @@ def test_other_values_have_the_collections_on_top_or_are_parameters():
     ):
         with pytest.raises(errors.FlaxSGError, match=said):
             Towers().apply(variables, X, other)
+
+
+def test_blocks_around_a_mirror() -> None:
+    """They rewrite what the module stores, and other values stand in place of it."""
+
+    class Model(linen.Module):
+        where: Any
+
+        def setup(self):
+            self.inner = Dense2()
+
+        def __call__(self, x, other):
+            with nn.stop_gradient(self.where):
+                return nn.mirror(self.inner, False, variables=other)(x), self.inner(x)
+
+    params = Model('**').init(RNGS, X, None)['params']
+    other = jax.tree.map(lambda leaf: leaf + 1, params['inner'])
+    for where in ('inner/scale', 'inner/layers_0/**'):
+
+        def actual(params: Any, other: Any, where: Any = where) -> Any:
+            return Model(where).apply({'params': params}, X, {'params': other})
+
+        def expected(params: Any, other: Any, where: Any = where) -> Any:
+            start = where.removeprefix('inner/').removesuffix('/**')
+            trees = other, stopped(params['inner'], oracle.below(start))
+            return tuple(Dense2().apply({'params': tree}, X) for tree in trees)
+
+        oracle.assert_same_function(actual, expected, params, other)
+
+
+@pytest.mark.parametrize('boxed', [(True, False), (False, True), (True, True)])
+def test_other_values_in_boxes_or_without(boxed):
+    init = linen.with_partitioning(linen.initializers.ones, ('in', 'out'))
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x, other=None):
+            dense = linen.Dense(2, name='dense', kernel_init=init)
+            return dense(x), nn.mirror(dense, variables=other)(x)
+
+    net, x = Net(), jnp.ones((1, 2))
+    variables = net.init(jax.random.key(0), x)
+    average = jax.tree.map(lambda w: 3 * w, variables['params']['dense'])
+    bare = linen.meta.unbox
+    params = variables if boxed[0] else bare(variables)
+    other = {'params': average if boxed[1] else bare(average)}
+    one, mirrored = net.apply(params, x, other)
+    oracle.assert_same(mirrored, 3 * one)
+    grads = jax.grad(lambda o: jnp.sum(net.apply(params, x, o)[1]))(other)
+    assert not any(g.any() for g in jax.tree.leaves(grads))

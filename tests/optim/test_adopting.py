@@ -1,5 +1,7 @@
 """States taken along: what fits is carried, and what does not is named."""
 
+import pathlib
+import re
 from typing import Any
 
 import jax
@@ -282,3 +284,30 @@ def test_the_first_of_two_states_has_the_last_word():
     tx, params = optax.sgd(0.1, momentum=0.9), {'w': jnp.ones(2)}
     one, two = (jax.tree.map(lambda x, n=n: x + n, tx.init(params)) for n in (1, 2))
     oracle.assert_same(sg.adopt(tx, params, one, two), one)
+
+
+def first_update(count: int) -> float:
+    """The first update of a thawed parameter, beside that of a new Adam."""
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    tx = sg.freeze(ADAM, 'a')
+    state = tx.init(params)
+    for _ in range(count):
+        _, state = tx.update(params, state, params)
+    updates, _ = ADAM.update(params, sg.adopt(ADAM, params, state), params)
+    anew, _ = ADAM.update(params, ADAM.init(params), params)
+    return float(updates['a'][0] / anew['a'][0])
+
+
+def test_a_count_that_is_older_than_moments_has_the_effect_that_the_page_tells():
+    page = pathlib.Path(__file__, '../../../docs/optimizers.md').resolve().read_text()
+    [row] = re.findall(r'times the first update of a new Adam \|(.*)', page)
+    figures = [float(text) for text in row.strip(' |').split('|')]
+    assert [round(first_update(n), 2) for n in (5, 20, 50, 200)] == figures[:4]
+    assert 2.9 < figures[4] < 3.0  # The page computes its own.
+
+
+def test_the_state_of_another_transformation():
+    state = optax.chain(optax.sgd(0.1, 0.9)).init(PARAMS)
+    for tx in ADAM, optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9)):
+        with pytest.raises(errors.StructureError, match="has '0/0/trace/"):
+            sg.adopt(tx, PARAMS, state)

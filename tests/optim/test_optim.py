@@ -523,3 +523,137 @@ def test_an_option_that_means_nothing():
     ):
         with pytest.raises(errors.ArgumentValueError, match="unused='typo'"):
             call()
+
+
+def test_adopting_a_state_forgets_nothing():
+    traces: list[int] = []
+
+    def train(tx, params, state, steps):
+        @jax.jit
+        def step(params, state):
+            traces.append(1)
+            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(steps):
+            params, state = step(params, state)
+        return params, state
+
+    adam = optax.adam(0.1)
+    # All is trained, then two layers are frozen, then one of them is thawed.
+    params, full = train(adam, PARAMS, adam.init(PARAMS), 3)
+    tx = sg.freeze(adam, 'layer_*/**')
+    state = sg.adopt(tx, params, full)
+    assert state[0].mu['layer_1']['bias'] is sg.ABSENT
+    oracle.assert_same(state[0].mu['head'], full[0].mu['head'])
+    params, state = train(tx, params, state, 2)
+    tx, before = sg.freeze(adam, 'layer_0/**'), state
+    state = sg.adopt(tx, params, before, full)
+    oracle.assert_same(state[0].mu['head'], before[0].mu['head'])
+    oracle.assert_same(state[0].mu['layer_1'], full[0].mu['layer_1'])
+    assert state[0].mu['layer_0']['bias'] is sg.ABSENT
+    assert int(state[0].count) == 5
+    params, state = train(tx, params, state, 2)
+    assert len(traces) == 3
+
+    # The same by hand: full moments, and those of frozen layers are put back.
+    hand, (moments, *rest) = train(adam, PARAMS, adam.init(PARAMS), 3)
+    for frozen in (('layer_0', 'layer_1'), ('layer_0',)):
+        for _ in range(2):
+            before = hand, moments
+            grads = jax.grad(loss)(hand)
+            updates, (moments, *rest) = adam.update(grads, (moments, *rest), hand)
+            hand = optax.apply_updates(hand, updates)
+            for name in frozen:
+                hand = {**hand, name: before[0][name]}
+                mu = {**moments.mu, name: before[1].mu[name]}
+                nu = {**moments.nu, name: before[1].nu[name]}
+                moments = moments._replace(mu=mu, nu=nu)
+    chex.assert_trees_all_close(params, hand, rtol=1e-5, atol=1e-6)
+    oracle.assert_same(params['layer_0'], hand['layer_0'])
+
+
+def test_a_large_frozen_part_is_no_constant_of_the_program():
+    """JAX warns of two gigabytes that are captured; here a warning is an error."""
+    large = jax.ShapeDtypeStruct((1024, 1024, 1024), np.float32)
+    params = {'backbone': large, 'head': jax.ShapeDtypeStruct((3,), np.float32)}
+    tx = sg.freeze(optax.sgd(0.1), 'backbone')
+
+    def step(params, state, grads):
+        return optax.apply_updates(params, tx.update(grads, state, params)[0])
+
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(step, donate_argnums=0).lower(params, state, params)
+    # It goes through as it is.
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 1000
+
+
+# The optimizer, and the functions that its update is given, of a function.
+OPAQUE = optax.contrib.sam(
+    optax.sgd(0.1),
+    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    opaque_mode=True,
+)
+
+
+OF_FUNCTIONS = {
+    'sam': (OPAQUE, lambda f: {'grad_fn': lambda p, _: jax.grad(f)(p)}),
+    'sophia': (optax.contrib.sophia(0.1), lambda f: {'obj_fn': f}),
+    'line search': (optax.lbfgs(), lambda f: {'value_fn': f, 'value': 1.0}),
+}
+
+
+@pytest.mark.parametrize('name', OF_FUNCTIONS)
+def test_functions_of_the_parameters_are_given_the_trained_part(name):
+    """The lines that the error of ``sg.freeze`` shows."""
+    tx, given = OF_FUNCTIONS[name]
+    part, rest = sg.partition(PAIR, 'b')
+
+    def of_part(part):
+        return quadratic(sg.combine(part, rest))
+
+    def run(fun, live):
+        grads, extra = jax.grad(fun)(live), given(fun)
+        extra |= {'grad': grads} if 'value' in extra else {}
+        updates, _ = tx.update(grads, tx.init(live), live, **extra)
+        return optax.apply_updates(live, updates)
+
+    expected = run(lambda live: quadratic({**PAIR, **live}), {'b': PAIR['b']})
+    oracle.assert_same(sg.combine(run(of_part, part), rest), {**PAIR, **expected})
+
+
+def test_what_optax_reads_as_a_whole_tree():
+    """It is given the trained part, too."""
+    tx = sg.freeze(optax.contrib.schedule_free_sgd(0.1), 'a')
+    whole = optax.contrib.schedule_free_sgd(0.1)
+    state = tx.init(PAIR)
+    with pytest.raises(errors.AbsentLeafError, match=r'write sg.combine'):
+        optax.contrib.schedule_free_eval_params(state, PAIR)
+    part, rest = sg.partition(PAIR, 'b')
+    found = sg.combine(optax.contrib.schedule_free_eval_params(state, part), rest)
+    live = {'b': PAIR['b']}
+    expected = optax.contrib.schedule_free_eval_params(whole.init(live), live)
+    oracle.assert_same(found, {**PAIR, **expected})
+
+    tx, specs = sg.freeze(optax.adam(0.1), 'a'), {'a': 'A', 'b': 'B'}
+    state = tx.init(PAIR)
+
+    def specs_of(specs):
+        return optax.tree_map_params(tx, lambda x, spec: spec, state, specs)
+
+    with pytest.raises(ValueError, match=r'another part of the tree'):
+        specs_of(specs)
+    assert specs_of(sg.partition(specs, 'b')[0])[0].mu == {'a': sg.ABSENT, 'b': 'B'}
+
+
+def test_lookahead_goes_around():
+    tx = optax.lookahead(sg.freeze(optax.adamw(0.1, weight_decay=0.5), 'a'), 2, 0.5)
+    params = optax.LookaheadParams.init_synced(PAIR)
+    state = tx.init(params)
+    for _ in range(5):
+        grads = sg.grad(quadratic, wrt='b', absent='zeros')(params.fast)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for found in params:
+        oracle.assert_same(found['a'], PAIR['a'])
+        assert not np.array_equal(found['b'], PAIR['b'])

@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 
 import flax_sg as sg
 from flax_sg import errors
@@ -211,3 +211,21 @@ def test_a_state_that_was_stored(through, name, tmp_path):
     state = filled(old.init(PARAMS))
     adopted = sg.adopt(new, PARAMS, through(state, tmp_path), old=old)
     oracle.assert_same(adopted, sg.adopt(new, PARAMS, state, old=old))
+
+
+def test_a_state_of_an_optimizer_of_nnx():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.b = nnx.Param(jnp.ones((6, 9))), nnx.Param(jnp.ones(6))
+
+    model = Model()
+    old, new = (optax.chain(optax.clip(1.0), two(trained)) for trained in (OLD, NEW))
+    optimizer = nnx.Optimizer(model, old, wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, params))
+    adopted = sg.adopt(new, params, optimizer.opt_state, old=old)
+    plain = {'w': jnp.ones((6, 9)), 'b': jnp.ones(6)}
+    _, state = old.update(plain, old.init(plain), plain)
+    expected = by_hand(state, new.init(plain), 6, NEW)
+    values = jax.tree.leaves(adopted)
+    oracle.assert_same([*expected.values()], values)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -562,3 +564,53 @@ def test_collections_and_boxes_in_a_tree():
         assert all(
             out[name] is leaf for name, leaf in others.items() if name != 'fixed'
         )
+
+
+# Rules that take a number, and what they do to a cotangent.
+OF_A_NUMBER: dict[str, tuple[Any, Any]] = {
+    'scale': (
+        lambda number: nn.scale_gradient('**', number),
+        lambda ct, number: ct * number,
+    ),
+    'map': (
+        lambda number: nn.map_cotangent('**', lambda path, ct, n: ct * ct * n, number),
+        lambda ct, number: ct * ct * number,
+    ),
+    'clip': (
+        lambda number: nn.clip_gradient('**', value=number),
+        lambda ct, number: jnp.clip(ct, -number, number),
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', OF_A_NUMBER)
+@pytest.mark.parametrize('around', [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_number_of_each_example_where_all_are_differentiated_at_once(name, around):
+    rule, hand = OF_A_NUMBER[name]
+    numbers = jnp.array([[0.25, 0.5, 0.125], [2.0, 1.0, 0.75]])
+
+    def one(block: Any, w: Any, number: Any) -> Any:
+        with block(number):
+            return jnp.sum(jnp.tanh(number * Scale().apply({'params': {'w': w}})) ** 2)
+
+    def batches(block: Any) -> Any:
+        each = jax.vmap(jax.vmap(functools.partial(one, block), (None, 0)), (None, 0))
+        scanned = lambda w: jax.lax.scan(  # noqa: E731
+            lambda total, row: (total + jnp.sum(each(w, row)), None), 0.0, numbers[None]
+        )[0]
+        return jax.grad(around(scanned))
+
+    def by_hand(w: Any) -> Any:
+        plain = lambda number: contextlib.nullcontext()  # noqa: E731
+        grads = [(jax.grad(one, 1)(plain, w, n), n) for n in numbers.ravel()]
+        return functools.reduce(operator.add, [hand(ct, n) for ct, n in grads])
+
+    w = jnp.array([0.75])
+    for ours, expected in (
+        (batches(rule), by_hand),
+        (jax.jit(batches(rule)), by_hand),
+        (jax.jacrev(batches(rule)), jax.jacrev(by_hand)),
+        (jax.jacfwd(batches(rule)), jax.jacfwd(by_hand)),
+    ):
+        np.testing.assert_allclose(ours(w), expected(w), rtol=1e-5)

@@ -259,3 +259,29 @@ def test_initialization_creates_and_does_not_overwrite() -> None:
     assert sorted(variables['params']) == ['BatchNorm_0', 'jit', 'none', 'remat']
     with pytest.raises(errors.BlockError, match=r"Inits\.__call__ .*'mean'"):
         Inits(True).init(KEY, X)
+
+
+def test_a_setup_that_writes_before_a_block_in_a_method():
+    """``setup`` runs again for what it has computed; its writes are no writes then."""
+
+    class Model(linen.Module):
+        def setup(self):
+            self.w = self.param('w', linen.initializers.ones, (1, 3))
+            self.count = self.variable('state', 'count', jnp.zeros, ())
+            if not self.is_initializing():
+                self.count.value += 1.0
+            self.twice = 2.0 * self.w
+
+        def __call__(self, x):
+            with nn.read_only(True, collections=True):
+                return x * self.twice
+
+    variables = Model().init(KEY, X)
+
+    @jax.jit
+    def step(variables):
+        return Model().apply(variables, X, mutable=['state'])
+
+    y, state = step(variables)
+    assert_same(y, 2.0 * X)
+    assert_same(state, {'state': {'count': jnp.float32(1.0)}})

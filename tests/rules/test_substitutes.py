@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -461,3 +463,40 @@ def test_inside_of_a_rule_that_changes_the_dtype(name, jitted) -> None:
     args = PARAMS, OTHERS['dense']['kernel'].astype(jnp.bfloat16)
     around = jax.jit if jitted else lambda f: f
     assert_same_function(around(fn), around(by_hand), *args)
+
+
+@pytest.mark.usefixtures('leaks')
+def test_values_of_an_inner_trace_for_variables_of_an_outer_one() -> None:
+    def fn(params: Any, others: Any, factor: Any) -> Any:
+        bound = Exact().bind({'params': params})
+
+        def mapped(factor: Any) -> Any:
+            with nn.substitute(lambda path, value: value * factor):
+                outside = bound(X), bound.w2
+            with nn.substitute({'w': others['w'] * factor}):
+                return outside, bound(X), bound.w2
+
+        return jax.vmap(mapped)(factor)
+
+    def by_hand(params: Any, others: Any, factor: Any) -> Any:
+        def mapped(factor: Any) -> Any:
+            times = jax.tree.map(lambda leaf: leaf * factor, params)
+            w = others['w'] * factor
+            second = exact({**params, 'w': w}), w * w
+            return (exact(times), times['w'] ** 2), *second
+
+        return jax.vmap(mapped)(factor)
+
+    factor = jnp.array([1.0, 2.0])
+    assert_same_function(jax.jit(fn), jax.jit(by_hand), ONES, scaled(2.0), factor)
+
+
+def test_values_do_not_live_longer_than_the_block() -> None:
+    values = scaled(7.0)
+    alive = weakref.ref(values['w'])
+    rewrite = nn.substitute(values)
+    with rewrite:
+        exact(ONES)
+    del values, rewrite
+    gc.collect()
+    assert alive() is None

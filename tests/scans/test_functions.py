@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen
 
+from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle, programs
 
@@ -165,3 +166,13 @@ def test_a_product_of_frozen_weights_is_computed_once() -> None:
 
     frozen = flops(lambda name: nn.Frozen(Merged(name=name)), lambda w: w)
     assert frozen == flops(Merged, jax.lax.stop_gradient)
+
+
+def test_a_block_around_the_scan_makes_all_layers_at_once() -> None:
+    model = stack(Stored)
+    adapters, weights, x = split(model, 8)
+    block = nn.substitute(dequantize, where='base/w_in_bits')
+    said = '3,072 bytes of 1,536'
+    with pytest.warns(errors.ScanMemoryWarning, match=said) as caught, block:
+        apply(model, adapters, weights, x)
+    assert caught.pop().filename == __file__  # Matched whole in tests/errors.

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -310,3 +311,12 @@ def test_a_module_of_nnx_that_is_changed_in_place(standard_promotion):
 
 
 # What is shown
+
+
+def test_sharded_arrays():
+    mesh = jax.make_mesh((2,), ('rows',))
+    sharding = NamedSharding(mesh, PartitionSpec('rows'))
+    params = {'rows': jax.device_put(jnp.arange(4.0), sharding)}
+    new = {'rows': params['rows'] * 2.0}
+    for before in (params, jax.device_get(params)):
+        assert testing.moves(before, new).status_of('rows') == 'moves'
