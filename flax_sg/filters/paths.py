@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -51,8 +51,8 @@ class Path(str):
     """The collection of the variable, such as 'params'."""
     is_inner: bool = False
     """Whether it is the path of a leaf within the value of a variable."""
-    also: tuple[Path, ...] = ()
-    """Other paths of tied weights: an atom takes them by any of these."""
+    also: Callable[[Any], Iterable[Path]] | None = None
+    """Finds the paths of tied weights, as far as an atom tells them apart."""
     _shape_and_dtype: tuple[Any, Any] | None = None
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]
@@ -150,6 +150,12 @@ class Path(str):
         inner = len(self._absolute) - self._depth
         args = (self.collection, self._absolute, self._owner, inner)
         return Path.of, (*args, self._shape_and_dtype)
+
+
+def with_others(paths: Sequence[Path], atom: Any) -> Sequence[Path]:
+    """Some paths, and the others of tied weights that an atom tells apart."""
+    others = [one for path in paths if path.also for one in path.also(atom)]
+    return [*paths, *others] if others else paths
 
 
 def shape_and_dtype(leaf: Any) -> tuple[Any, Any] | None:

@@ -17,9 +17,10 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import name_of, shape_and_dtype
-from flax_sg.graphs.walks import Keys, Leaf, Names, Walk
 from flax_sg.rules import rules, substitutes
 from flax_sg.trees.leaves import ABSENT
+from flax_sg.trees.walks import Leaf, Walk
+from flax_sg.trees.ways import Keys, Names
 
 
 def other_values(
@@ -52,7 +53,7 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
     An error in the place of a value is for whoever reads it.
     """
     is_kind, target = nnx.filterlib.to_predicate(kind), Walk(values)
-    mine, theirs = _reader(walk.model), _reader(values)
+    mine, theirs = _reader(walk.tree), _reader(values)
     given: dict[Leaf, list[tuple[Names, Any]]] = {}
     lacking = list[Leaf]()
 
@@ -60,7 +61,8 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
         names = tuple(map(str, keys))
         return id(theirs(names)), _is_in(theirs, names, nnx.Pytree)
 
-    for leaf, keys in walk.by_path(state_after):
+    for number, keys in walk.ways.by_path(state_after):
+        leaf = walk.leaves[number]
         names = tuple(map(str, keys))
         value, around = theirs(names), theirs(names[:-1])
         # A model has a value for each Variable; a tree may have some.
@@ -70,7 +72,7 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
             lacking += [leaf] * any(isinstance(x, _VALUES) for x in around.values())
     forms = {_form(value) for several in given.values() for _, value in several}
     found: dict[Names, Any] = {}
-    for leaf in walk.leaves:
+    for leaf in walk.leaves.values():
         if not is_kind(leaf.keys, leaf.value):
             continue
         if leaf in given:
@@ -84,7 +86,7 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
                 "model's own at the other.\n"
                 'Give the target itself, or name what is replaced: where=.'
             )
-    for leaf in target.leaves:
+    for leaf in target.leaves.values():
         of_tree = not (target.modules or isinstance(leaf.value, nnx.Variable))
         is_asked = of_tree or is_kind(leaf.keys, leaf.value)
         if is_asked and not _is_in(mine, leaf.names, _VALUES):
