@@ -17,7 +17,7 @@ import jax
 
 from flax_sg import errors
 from flax_sg.filters import tokens
-from flax_sg.filters.paths import Owner, Path, is_parameter, shape_and_dtype
+from flax_sg.filters.paths import Owner, Path, all_paths, is_parameter, shape_and_dtype
 from flax_sg.internals.modules import ToldByHash
 
 # What the elementary filters that take a variable say of it: True, or a ``Part``.
@@ -463,7 +463,7 @@ def _of_any_path(atom: Atom, path: Path, asks: Asks) -> Any:
     A tree of bools, and what is derived, need not know all of these.
     """
     said = error = None
-    for one in itertools.chain([path], path.also(atom) if path.also else ()):
+    for one in all_paths(path, atom):
         try:
             said = asks(atom, one)
         except errors.FlaxSGError as raised:

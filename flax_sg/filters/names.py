@@ -18,7 +18,7 @@ from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Atom, Need
 from flax_sg.filters.hints import nearest
 from flax_sg.filters.indices import Mask, Part
-from flax_sg.filters.paths import Owner, Path, names_in, with_others
+from flax_sg.filters.paths import Owner, Path, all_paths, names_in
 from flax_sg.internals import tracing
 
 
@@ -145,7 +145,7 @@ class BoolTree(Named):
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
         """The error if a name in the tree belongs to no variable."""
-        every = with_others(paths, self)
+        every = [one for path in paths for one in all_paths(path, self)]
         variables = {path.parts for path in every if not path.outside}
         known = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
         missing = [names for names in self.bools if names not in known]
@@ -253,7 +253,7 @@ class Names(Named):
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
         """The error if a name belongs to no variable."""
-        every = with_others(paths, self)
+        every = [one for path in paths for one in all_paths(path, self)]
         variables = [path.variable for path in every if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
         missing = sorted(parts for _, parts in self.names - met)

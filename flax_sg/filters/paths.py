@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -152,10 +152,11 @@ class Path(str):
         return Path.of, (*args, self._shape_and_dtype)
 
 
-def with_others(paths: Sequence[Path], atom: Any) -> Sequence[Path]:
-    """Some paths, and the others of tied weights that an atom tells apart."""
-    others = [one for path in paths if path.also for one in path.also(atom)]
-    return [*paths, *others] if others else paths
+def all_paths(path: Path, atom: Any) -> Iterator[Path]:
+    """Yields a path, and those of tied weights, as far as an atom tells them apart."""
+    yield path
+    if path.also:
+        yield from path.also(atom)
 
 
 def shape_and_dtype(leaf: Any) -> tuple[Any, Any] | None:

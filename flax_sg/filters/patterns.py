@@ -14,7 +14,7 @@ from typing import Any
 from flax_sg import errors
 from flax_sg.filters import hints
 from flax_sg.filters.expressions import Atom
-from flax_sg.filters.paths import Path, with_others
+from flax_sg.filters.paths import Path, all_paths
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Glob(Atom):
         return path == self.pattern or self._fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        known = with_others(paths, self)
+        known = [one for path in paths for one in all_paths(path, self)]
         return hints.advice(self.pattern, known, 'encoder/**', glob_regex)
 
     def __repr__(self) -> str:
@@ -148,7 +148,7 @@ class Regex(Atom):
         return self.pattern.fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        known = with_others(paths, self)
+        known = [one for path in paths for one in all_paths(path, self)]
         return hints.advice(self.pattern.pattern, known, 'encoder/.*', re.compile)
 
     def __repr__(self) -> str:

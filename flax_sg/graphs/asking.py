@@ -11,11 +11,11 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
-from flax_sg.filters.paths import Path, is_parameter
+from flax_sg.filters.paths import Path, all_paths, is_parameter
 from flax_sg.filters.predicates import describe
 from flax_sg.trees.leaves import is_whole, selected
 from flax_sg.trees.walks import Leaf, Walk
-from flax_sg.trees.ways import Keys, path_at
+from flax_sg.trees.ways import Keys
 
 
 class Asked(NamedTuple):
@@ -66,15 +66,14 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
     if not walk.modules:
         raise wrong_argument(walk.tree, 'NNX module', f'{call}(model, where)')
     where, is_kind = filters.as_filter(where), nnx.filterlib.to_predicate(kind)
-    own, others = list[Leaf](), list[Leaf]()
-    for leaf in walk.leaves.values():
-        (own if is_kind(leaf.keys, leaf.value) else others).append(leaf)
+    every = [*walk.leaves.values()]
+    own = [leaf for leaf in every if is_kind(leaf.keys, leaf.value)]
     if kind not in (parameters, IN_VARIABLES):
         call = f'{call}(kind={_shown(kind)})'
         if not own and unused == 'raise':
             raise errors.UnusedFilterError(
                 f'{call}: the kind matches nothing in the model.\n'
-                f'There are: {_kinds_in(others) or "no Variables"}.\n'
+                f'There are: {_kinds_in(every) or "no Variables"}.\n'
                 'Write a type, such as kind=nnx.Param, or leave kind= out.'
             )
     with raised_by(call):
@@ -82,8 +81,9 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
             return _asked(walk, own, where, unused)
         except errors.UnusedFilterError as error:
             with contextlib.suppress(errors.FlaxSGError):
-                every = _asked(walk, [*walk.leaves.values()], where, unused)
-                beside = [x.leaf for x in every if any(x.said) and x.leaf in others]
+                asked = _asked(walk, every, where, unused)
+                taken = [leaf for leaf, _, said in asked if any(said)]
+                beside = [leaf for leaf in taken if leaf not in own]
                 head, *_, last = str(error).splitlines()
                 other = f'It takes others: write kind={_kinds_in(beside)}.'
                 error.args = (f'{head}\n{other}\n{last}',)
@@ -93,13 +93,7 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
 def _asked(
     walk: Walk, leaves: Sequence[Leaf], where: filters.Filter, unused: str
 ) -> list[Asked]:
-    paths = [
-        [path_at(leaf.names, (), array) for array in leaf.arrays or [None]]
-        for leaf in leaves
-    ]
-    for leaf, several in zip(leaves, paths, strict=True) if not walk.is_tree else ():
-        for path in several:
-            walk.ways.tell(path, id(leaf))
+    paths = [walk.paths_of(leaf) for leaf in leaves]
     said = selected(paths, where, unused)
     by = [[_taken(where, path) for path in several] for several in paths]
     return [*map(Asked, leaves, by, said)]
@@ -107,8 +101,8 @@ def _asked(
 
 def _taken(where: filters.Filter, path: Path) -> Path:
     """The path by which a filter takes a leaf, for a rule that gets it."""
-    for atom in where.atoms:
-        for one in (path, *path.also(atom)) if path.also else ():
+    for atom in where.atoms if path.also else ():
+        for one in all_paths(path, atom):
             with contextlib.suppress(errors.FlaxSGError):
                 if atom.matches(one):
                     return one

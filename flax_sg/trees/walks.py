@@ -78,6 +78,16 @@ class Walk:
         places = sum(map(len, inside.values()))
         self.is_tree = len(inside) + len(known) == places + 1
 
+    def paths_of(self, leaf: Leaf) -> list[Path]:
+        """A path for each array in a leaf, or one if there is none.
+
+        A Variable is a box: its arrays share its path, and differ in their shapes.
+        """
+        paths = [path_at(leaf.names, (), array) for array in leaf.arrays or [None]]
+        if self.is_tree:
+            return paths
+        return [self.ways.tell(path, id(leaf)) for path in paths]
+
     def _apart(self, node: Any) -> tuple[list[Keys], list[Any], Any]:
         known, is_root = self._variables, iter([True])
         modules = dict[int, Any]()

@@ -93,7 +93,7 @@ class Ways:
             ]
 
     def at(self, names: Names) -> int | None:
-        """The leaf at a path; None if there is none."""
+        """The leaf at a path, or around it; None if there is none."""
         node = self._root
         while node in self._inside:
             for keys, child in self._inside[node]:
@@ -102,7 +102,7 @@ class Ways:
                     break
             else:
                 return None
-        return None if names else node
+        return node
 
     def tell(self, path: Path, leaf: int, inner: int = 0) -> Path:
         """A path of a leaf, which knows the others from now on.
