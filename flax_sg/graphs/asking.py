@@ -95,13 +95,14 @@ def _asked(
 ) -> list[Asked]:
     paths = [walk.paths_of(leaf) for leaf in leaves]
     said = selected(paths, where, unused)
-    by = [[_taken(where, path) for path in several] for several in paths]
-    return [*map(Asked, leaves, by, said)]
+    if not walk.is_tree:
+        paths = [[_taken(where, path) for path in several] for several in paths]
+    return [*map(Asked, leaves, paths, said)]
 
 
 def _taken(where: filters.Filter, path: Path) -> Path:
     """The path by which a filter takes a leaf, for a rule that gets it."""
-    for atom in where.atoms if path.also else ():
+    for atom in where.atoms:
         for one in all_paths(path, atom):
             with contextlib.suppress(errors.FlaxSGError):
                 if atom.matches(one):

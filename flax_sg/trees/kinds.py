@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg.internals import tracing
-from flax_sg.internals.optional import is_of_nnx
 from flax_sg.trees.absent import Absent
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.rows import Rest
@@ -61,9 +61,9 @@ def is_whole(node: Any) -> bool:
 
 def is_variable(node: Any) -> bool:
     """Whether something is a Variable of NNX."""
-    return is_of_nnx(type(node), 'Variable')
+    return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Variable', ()))
 
 
 def is_module(node: Any) -> bool:
     """Whether something is a module of NNX, or another object with Variables in it."""
-    return is_of_nnx(type(node), 'Pytree')
+    return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Pytree', ()))

@@ -65,11 +65,15 @@ class Walk:
         inside, known = dict[int, list[tuple[Keys, int]]](), dict[int, Leaf]()
         found = [tree]
         for node in found:
-            if id(node) not in inside:
-                keys, children, _ = self.parts[id(node)] = self._apart(node)
-                inside[id(node)] = [*zip(keys, map(id, children), strict=True)]
-                known |= {id(x): x for x in children if type(x) is Leaf}
-                found += (x for x in children if type(x) is not Leaf)
+            if id(node) in inside:
+                continue
+            keys, children, _ = self.parts[id(node)] = self._apart(node)
+            inside[id(node)] = [*zip(keys, map(id, children), strict=True)]
+            for child in children:
+                if type(child) is Leaf:
+                    known[id(child)] = child
+                else:
+                    found.append(child)
         self.ways = Ways(id(tree), inside, path_of)
         self.leaves = {number: known[number] for number in self.ways.first}
         for number, keys in self.ways.first.items():
@@ -90,15 +94,18 @@ class Walk:
 
     def _apart(self, node: Any) -> tuple[list[Keys], list[Any], Any]:
         known, is_root = self._variables, iter([True])
-        modules = dict[int, Any]()
+        modules = set[int]()
 
         def is_leaf(x: Any) -> bool:
+            if is_variable(x):
+                if id(x) not in known:
+                    known[id(x)] = Leaf(x)
+                return True
             # JAX asks for the node first, and a module may hold itself.
             if not next(is_root, False) and is_module(x):
-                modules[id(x)] = x
-            elif is_variable(x):
-                known.setdefault(id(x), Leaf(x))
-            return id(x) in known or id(x) in modules or is_whole(x)
+                modules.add(id(x))
+                return True
+            return is_whole(x)
 
         data = node
         if is_module(node):
@@ -108,7 +115,9 @@ class Walk:
                 data = {name: x for name, x in vars(node).items() if _is_data(x)}
         pairs, treedef = jax.tree_util.tree_flatten_with_path(data, is_leaf=is_leaf)
         keys = [tuple(_OF_KEYS.get(type(x), str)(x) for x in of) for of, _ in pairs]
-        children = [modules.get(id(x)) or known.get(id(x)) or Leaf(x) for _, x in pairs]
+        children = [
+            x if id(x) in modules else known.get(id(x)) or Leaf(x) for _, x in pairs
+        ]
         return keys, children, treedef
 
 
