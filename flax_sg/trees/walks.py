@@ -93,22 +93,24 @@ class Walk:
         return [self.ways.tell(path, id(leaf)) for path in paths]
 
     def _apart(self, node: Any) -> tuple[list[Keys], list[Any], Any]:
+        from flax import nnx  # Models of linen do not wait for it.
+
         known, is_root = self._variables, iter([True])
         modules = set[int]()
 
         def is_leaf(x: Any) -> bool:
-            if is_variable(x):
+            if isinstance(x, nnx.Variable):
                 if id(x) not in known:
                     known[id(x)] = Leaf(x)
                 return True
             # JAX asks for the node first, and a module may hold itself.
-            if not next(is_root, False) and is_module(x):
+            if not next(is_root, False) and isinstance(x, nnx.Pytree):
                 modules.add(id(x))
                 return True
             return is_whole(x)
 
         data = node
-        if is_module(node):
+        if isinstance(node, nnx.Pytree):
             self.modules[id(node)] = node
             # JAX does not know the class if it was made with ``pytree=False``.
             if jax.tree_util.all_leaves([node]):
