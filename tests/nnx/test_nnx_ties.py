@@ -91,6 +91,16 @@ def test_a_filter_takes_a_variable_by_any_of_its_paths(seed: int):
             assert said == expected(where, own), (where, own)
 
 
+def test_modules_that_hold_each_other():
+    """By ``a/n`` the module ``m`` is around, by ``z`` it is not."""
+    model, m, n = Node(), Node(), Node()
+    model.a, model.z, m.n, n.m = m, n, n, m
+    m.kernel, model.m = variable(), nnx.Dict(kernel=variable())
+    view = nnx.stop_gradient(model, '**/m/kernel')
+    assert view.a.kernel is not m.kernel and view.a.kernel is view.z.m.kernel
+    assert view.m.kernel is not model.m.kernel
+
+
 def tree_of(draw: random.Random, depth: int, share: float) -> Any:
     """All of a depth have the same paths; their ties differ."""
     pool: dict[int, list[Any]] = {}
