@@ -17,7 +17,7 @@ import jax
 
 from flax_sg import errors
 from flax_sg.filters import tokens
-from flax_sg.filters.paths import Owner, Path, is_parameter, shape_and_dtype
+from flax_sg.filters.paths import Owner, Path, all_paths, is_parameter, shape_and_dtype
 from flax_sg.internals.modules import ToldByHash
 
 # What the elementary filters that take a variable say of it: True, or a ``Part``.
@@ -227,7 +227,7 @@ class Atom(Filter):
         """The first name of every path that it means; None if there are several."""
         return None
 
-    def state_after(self, beginning: str) -> Hashable | None:
+    def state_after(self, beginning: Path) -> Hashable | None:
         """Equal for beginnings of paths that may go on alike; None if it is unknown."""
         del beginning
         return None
@@ -441,6 +441,9 @@ def _answers(where: Filter, path: Path, asks: Asks) -> dict[Filter, Any]:
 
     Atoms that mean one path are looked up; ``asks`` answers for the others.
     """
+    if path.also is not None:
+        every = {atom: _of_any_path(atom, path, asks) for atom in where.atoms}
+        return {atom: said for atom, said in every.items() if said}
     exact, others = where.by_path
     found = exact.get(path, [])
     if path.is_inner:
@@ -451,23 +454,27 @@ def _answers(where: Filter, path: Path, asks: Asks) -> dict[Filter, Any]:
     for atom in asking:
         if said := asks(atom, path):
             answers[atom] = said
-    for other in path.also:
-        answers = {**_answers(where, other, _asking_what_it_knows(asks)), **answers}
     return answers
 
 
-def _asking_what_it_knows(asks: Asks) -> Asks:
-    """Asks no tree of bools, and nothing derived, for a path that is unknown to it."""
+def _of_any_path(atom: Atom, path: Path, asks: Asks) -> Any:
+    """What an atom says of tied weights, by the first path by which it takes them.
 
-    def asks_it(atom: Atom, path: Path) -> Any:
+    A tree of bools, and what is derived, need not know all of these.
+    """
+    said = error = None
+    for one in all_paths(path, atom):
         try:
-            return asks(atom, path)
-        except errors.FlaxSGError:
-            if atom.names_leaves:
-                return False
-            raise
-
-    return asks_it
+            said = asks(atom, one)
+        except errors.FlaxSGError as raised:
+            if not atom.names_leaves:
+                raise
+            error = error or raised
+        if said:
+            return said
+    if error and said is None:
+        raise error
+    return said
 
 
 def decide(
@@ -478,7 +485,7 @@ def decide(
 ) -> Any:
     """Whether a variable is meant; adds the atoms that take it to ``matched``."""
     # A block asks for each variable.
-    if matched is None and where.atoms == (where,) and not path.also:
+    if matched is None and where.atoms == (where,) and path.also is None:
         return asks(where.atoms[0], path)
     answers = _answers(where, path, asks)
     if matched is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 import jax
@@ -17,11 +18,30 @@ from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Atom, Need
 from flax_sg.filters.hints import nearest
 from flax_sg.filters.indices import Mask, Part
-from flax_sg.filters.paths import Owner, Path, names_in
+from flax_sg.filters.paths import Owner, Path, all_paths, names_in
 from flax_sg.internals import tracing
 
 
-class BoolTree(Atom):
+class Named(Atom):
+    """What the filters here share: they know names, and what is below these."""
+
+    @abc.abstractmethod
+    def _named(self) -> Iterable[tuple[str, ...]]:
+        """The names that it knows, of each variable or subtree."""
+
+    @functools.cached_property
+    def _names_and_beginnings(self) -> tuple[Set[Any], Set[Any]]:
+        names = frozenset(self._named())
+        return names, {of[:n] for of in names for n in range(len(of))}
+
+    def state_after(self, beginning: Path) -> Hashable:
+        """The beginning, if a name goes on so, and the name that it is below."""
+        parts, (names, beginnings) = beginning.parts, self._names_and_beginnings
+        around = (parts[:n] for n in range(len(parts), 0, -1) if parts[:n] in names)
+        return parts in beginnings and parts, next(around, None)
+
+
+class BoolTree(Named):
     """The variables that a tree of bools, in the shape of the variables, marks True.
 
     A bool stands for everything below it, so a prefix of the tree will do. Every
@@ -77,6 +97,9 @@ class BoolTree(Atom):
         object.__setattr__(self, 'bools', bools)
         object.__setattr__(self, 'shapes', shapes)
 
+    def _named(self) -> Iterable[tuple[str, ...]]:
+        return self.bools
+
     @functools.cached_property
     def identity(self) -> Hashable:
         """What it says, in any order; no array, which caches would keep."""
@@ -122,10 +145,11 @@ class BoolTree(Atom):
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
         """The error if a name in the tree belongs to no variable."""
-        variables = {path.parts for path in paths if not path.outside}
+        every = [one for path in paths for one in all_paths(path, self)]
+        variables = {path.parts for path in every if not path.outside}
         known = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
         missing = [names for names in self.bools if names not in known]
-        return no_variables('A tree of bools', missing, paths) if missing else None
+        return no_variables('A tree of bools', missing, every) if missing else None
 
     def __repr__(self) -> str:
         return f'BoolTree({traverse_util.unflatten_dict(self.bools)!r})'
@@ -182,6 +206,10 @@ class Collection(Atom):
 
     name: str
 
+    def state_after(self, beginning: Path) -> Hashable:
+        """Equal for all: names do not count."""
+        return True
+
     def matches(self, path: Path) -> bool:
         """Whether the variable is in the collection."""
         return path.collection == self.name
@@ -195,7 +223,7 @@ class Collection(Atom):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Names(Atom):
+class Names(Named):
     """The variables that are named, each by its collection and the names of its path.
 
     Every name has to belong to a variable. A variable outside the module that opened
@@ -208,6 +236,9 @@ class Names(Atom):
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'names'})
     names: frozenset[tuple[str, tuple[str, ...]]]
+
+    def _named(self) -> Iterable[tuple[str, ...]]:
+        return (names for _, names in self.names)
 
     @property
     def may_be_empty(self) -> bool:
@@ -222,10 +253,11 @@ class Names(Atom):
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
         """The error if a name belongs to no variable."""
-        variables = [path.variable for path in paths if not path.outside]
+        every = [one for path in paths for one in all_paths(path, self)]
+        variables = [path.variable for path in every if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
         missing = sorted(parts for _, parts in self.names - met)
-        return no_variables('A tree of values', missing, paths) if missing else None
+        return no_variables('A tree of values', missing, every) if missing else None
 
     def __repr__(self) -> str:
         names = sorted('/'.join(parts) for _, parts in self.names)
@@ -234,7 +266,7 @@ class Names(Atom):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Derived(Atom):
+class Derived(Named):
     """The variables that ``sg.live`` or ``of_type`` found in a model or a tree.
 
     In a block of a module, or a wrapper, names begin at this module, as those of a tree
@@ -250,6 +282,9 @@ class Derived(Atom):
     selected: frozenset[tuple[str, tuple[str, ...]]]
     known: frozenset[tuple[str, tuple[str, ...]]]
     source: str = 'live'
+
+    def _named(self) -> Iterable[tuple[str, ...]]:
+        return (names for _, names in self.known)
 
     @property
     def may_be_empty(self) -> bool:

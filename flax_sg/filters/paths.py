@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -51,8 +51,8 @@ class Path(str):
     """The collection of the variable, such as 'params'."""
     is_inner: bool = False
     """Whether it is the path of a leaf within the value of a variable."""
-    also: tuple[Path, ...] = ()
-    """Other paths of tied weights: an atom takes them by any of these."""
+    also: Callable[[Any], Iterable[Path]] | None = None
+    """Finds the paths of tied weights, as far as an atom tells them apart."""
     _shape_and_dtype: tuple[Any, Any] | None = None
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]
@@ -150,6 +150,13 @@ class Path(str):
         inner = len(self._absolute) - self._depth
         args = (self.collection, self._absolute, self._owner, inner)
         return Path.of, (*args, self._shape_and_dtype)
+
+
+def all_paths(path: Path, atom: Any) -> Iterator[Path]:
+    """Yields a path, and those of tied weights, as far as an atom tells them apart."""
+    yield path
+    if path.also:
+        yield from path.also(atom)
 
 
 def shape_and_dtype(leaf: Any) -> tuple[Any, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any
 from flax_sg import errors
 from flax_sg.filters import hints
 from flax_sg.filters.expressions import Atom
-from flax_sg.filters.paths import Path
+from flax_sg.filters.paths import Path, all_paths
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,8 +92,10 @@ class Glob(Atom):
         some = ('/'.join(names[:n]) for n in range(1, len(names) + 1))
         return [glob_regex(pattern).fullmatch for pattern in some]
 
-    def state_after(self, beginning: str) -> Hashable:
+    def state_after(self, beginning: Path) -> Hashable:
         """Which beginnings of the pattern fit the beginning of a path."""
+        if self.only is not None:
+            return self.only.startswith(f'{beginning}/')
         fits = tuple(fullmatch(beginning) is not None for fullmatch in self._beginnings)
         return fits, self.pattern.startswith(f'{beginning}/')
 
@@ -104,7 +106,8 @@ class Glob(Atom):
         return path == self.pattern or self._fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        return hints.advice(self.pattern, paths, 'encoder/**', glob_regex)
+        known = [one for path in paths for one in all_paths(path, self)]
+        return hints.advice(self.pattern, known, 'encoder/**', glob_regex)
 
     def __repr__(self) -> str:
         return f'Glob({self.pattern!r})'
@@ -145,7 +148,8 @@ class Regex(Atom):
         return self.pattern.fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        return hints.advice(self.pattern.pattern, paths, 'encoder/.*', re.compile)
+        known = [one for path in paths for one in all_paths(path, self)]
+        return hints.advice(self.pattern.pattern, known, 'encoder/.*', re.compile)
 
     def __repr__(self) -> str:
         return f'Regex({self.pattern!r})'

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,32 +11,31 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
-from flax_sg.filters.expressions import Atom
-from flax_sg.filters.paths import Path, is_parameter, shape_and_dtype
+from flax_sg.filters.paths import Path, all_paths, is_parameter
 from flax_sg.filters.predicates import describe
-from flax_sg.graphs.walks import Keys, Leaf, Names, Walk
 from flax_sg.trees.leaves import is_whole, selected
+from flax_sg.trees.walks import Leaf, Walk
+from flax_sg.trees.ways import Keys
 
 
 class Asked(NamedTuple):
-    """What a filter says of a leaf of a model.
+    """What a filter says of a leaf of a model: of each array in it.
 
     Attributes:
         leaf: the leaf.
-        path: one of its paths, which knows others: the first one, or one by which a
-            part of the filter takes it.
-        said: the filter's answer for each array in the value, or one if there is none.
+        paths: one for each array, or one if there is none. A Variable is a box: its
+            arrays share its path, and differ in their shapes.
+        said: the filter's answers.
     """
 
     leaf: Leaf
-    path: Path
+    paths: list[Path]
     said: list[Any]
 
     @property
     def rows(self) -> list[tuple[Path, Any, Any]]:
         """For each array the path, the answer, and the array."""
-        pairs = zip(self.said, self.leaf.arrays, strict=bool(self.leaf.arrays))
-        return [(self.path, takes, array) for takes, array in pairs]
+        return [*zip(self.paths, self.said, self.leaf.arrays, strict=False)]
 
 
 def parameters(path: Keys, value: Any) -> bool:
@@ -64,70 +64,50 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         UnusedFilterError: if ``kind`` or a part of ``where`` matches nothing.
     """
     if not walk.modules:
-        raise wrong_argument(walk.model, 'NNX module', f'{call}(model, where)')
+        raise wrong_argument(walk.tree, 'NNX module', f'{call}(model, where)')
     where, is_kind = filters.as_filter(where), nnx.filterlib.to_predicate(kind)
-    leaves = [leaf for leaf in walk.leaves if is_kind(leaf.keys, leaf.value)]
+    every = [*walk.leaves.values()]
+    own = [leaf for leaf in every if is_kind(leaf.keys, leaf.value)]
     if kind not in (parameters, IN_VARIABLES):
         call = f'{call}(kind={_shown(kind)})'
-        if not leaves and unused == 'raise':
+        if not own and unused == 'raise':
             raise errors.UnusedFilterError(
                 f'{call}: the kind matches nothing in the model.\n'
-                f'There are: {_kinds_in(walk.leaves) or "no Variables"}.\n'
+                f'There are: {_kinds_in(every) or "no Variables"}.\n'
                 'Write a type, such as kind=nnx.Param, or leave kind= out.'
             )
-    paths = {leaf: _paths(leaf, leaf.names) for leaf in leaves}
-    for atom in () if walk.is_tree else where.atoms:
-        _find_others(walk, atom, paths)
-    every = [path for several in paths.values() for path in several]
     with raised_by(call):
         try:
-            said = iter(selected([every], where, unused)[0])
+            return _asked(walk, own, where, unused)
         except errors.UnusedFilterError as error:
-            # It may be the path of another kind.
-            lost = (x for x in where.atoms if not any(_takes(x, p) for p in every))
-            atom = next(lost, filters.as_filter(False))
-            beside = [x for x in walk.leaves if _takes(atom, *_paths(x, x.names))]
-            if beside:
+            with contextlib.suppress(errors.FlaxSGError):
+                asked = _asked(walk, every, where, unused)
+                taken = [leaf for leaf, _, said in asked if any(said)]
+                beside = [leaf for leaf in taken if leaf not in own]
                 head, *_, last = str(error).splitlines()
                 other = f'It takes others: write kind={_kinds_in(beside)}.'
                 error.args = (f'{head}\n{other}\n{last}',)
             raise
-    return [Asked(x, of[0], [next(said) for _ in of]) for x, of in paths.items()]
 
 
-def _paths(leaf: Leaf, names: Names) -> list[Path]:
-    """A path for each array in a leaf, or one if there is none.
-
-    A Variable is a box: its arrays share its path, and differ in their shapes.
-    """
-    arrays = [*map(shape_and_dtype, leaf.arrays)] or [None]
-    return [Path.of('params', names, array=array) for array in arrays]
-
-
-def _find_others(walk: Walk, atom: Atom, paths: dict[Leaf, list[Path]]) -> None:
-    """Puts a path by which an atom takes a leaf before others; it knows these.
-
-    It is searched for each atom alone: there may be thousands of paths.
-    """
-
-    def state_after(keys: Keys) -> Hashable | None:
-        return atom.state_after('/'.join(map(str, keys)))
-
-    left = {leaf for leaf, own in paths.items() if not _takes(atom, *own)}
-    for leaf, keys in walk.by_path(state_after) if left else ():
-        others = _paths(leaf, tuple(map(str, keys)))
-        if leaf in left and _takes(atom, *others):
-            left.discard(leaf)
-            for path, other in zip(paths[leaf], others, strict=True):
-                other.also, path.also = (path, *path.also), ()
-            paths[leaf] = others
+def _asked(
+    walk: Walk, leaves: Sequence[Leaf], where: filters.Filter, unused: str
+) -> list[Asked]:
+    paths = [walk.paths_of(leaf) for leaf in leaves]
+    said = selected(paths, where, unused)
+    if not walk.is_tree:
+        paths = [[_taken(where, path) for path in several] for several in paths]
+    return [*map(Asked, leaves, paths, said)]
 
 
-def _takes(where: filters.Filter, *paths: Path) -> bool:
-    try:
-        return any(map(where, paths))
-    except errors.FlaxSGError:  # A tree of bools has one path of tied weights.
-        return False
+def _taken(where: filters.Filter, path: Path) -> Path:
+    """The path by which a filter takes a leaf, for a rule that gets it."""
+    for atom in where.atoms:
+        for one in all_paths(path, atom):
+            with contextlib.suppress(errors.FlaxSGError):
+                if atom.matches(one):
+                    return one
+    return path
 
 
 def _shown(kind: Any) -> str:
@@ -138,6 +118,6 @@ def _shown(kind: Any) -> str:
     return f'nnx.{kind.__name__}' if hasattr(nnx, kind.__name__) else kind.__name__
 
 
-def _kinds_in(leaves: list[Leaf]) -> str:
+def _kinds_in(leaves: Sequence[Leaf]) -> str:
     names = dict.fromkeys(_shown(type(leaf.value)) for leaf in leaves)
     return ', '.join(names) if len(names) < 2 else f'({", ".join(names)})'

@@ -16,8 +16,8 @@ from flax_sg.filters.expressions import of_a_part
 from flax_sg.filters.paths import Path
 from flax_sg.graphs.asking import IN_VARIABLES, ask, parameters
 from flax_sg.graphs.views import VIEWS
-from flax_sg.graphs.walks import Walk
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.trees.walks import Walk
 
 M = TypeVar('M')
 
@@ -99,16 +99,18 @@ def where(
         UnknownNameError: later, if it is asked for a new Variable of the ``kind``.
     """
     walk = Walk(model)
-    if kind is parameters and walk.variables:
+    if kind is parameters and any(
+        isinstance(leaf.value, nnx.Variable) for leaf in walk.leaves.values()
+    ):
         # What is in no Variable may be a table, which no optimizer should move.
         kind = IN_VARIABLES
     asked = ask('nnx.where', walk, where, kind, unused)
     found = [one for one in asked if any(one.said)]
     for one in found:
         if not all(takes is True for takes in one.said):
-            raise of_a_part(one.path, 'an NNX filter')
+            raise of_a_part(one.paths[0], 'an NNX filter')
     selected = frozenset(('params', one.leaf.names) for one in found)
-    known = frozenset(('params', leaf.names) for leaf in walk.leaves)
+    known = frozenset(('params', leaf.names) for leaf in walk.leaves.values())
     side = filters.as_filter(where).side or 'trained'
     return Chosen(selected, known, 'nnx.where', kind, side)
 
@@ -135,7 +137,7 @@ def for_nnx(given: Any, call: str, model: Any = None) -> Any:
         tagged = nnx.filterlib.to_predicate(given)
         if model is None:
             return tagged, filters.as_filter(given)
-        if any(tagged(leaf.keys, leaf.value) for leaf in Walk(model).leaves):
+        if any(tagged(leaf.keys, leaf.value) for leaf in Walk(model).leaves.values()):
             return given
     elif isinstance(given, Chosen) or not _is_of_paths(given):
         _check_tags(given)

@@ -14,7 +14,7 @@ from flax_sg.forms import cotangent_blocks, value_blocks
 from flax_sg.graphs.asking import parameters
 from flax_sg.graphs.values import other_values
 from flax_sg.graphs.views import view
-from flax_sg.graphs.walks import Walk
+from flax_sg.trees.walks import Walk
 
 M = TypeVar('M')
 

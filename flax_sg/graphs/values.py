@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import name_of, shape_and_dtype
-from flax_sg.graphs.walks import Keys, Leaf, Names, Walk
 from flax_sg.rules import rules, substitutes
+from flax_sg.trees.kinds import is_array, is_variable
 from flax_sg.trees.leaves import ABSENT
+from flax_sg.trees.walks import Leaf, Walk
+from flax_sg.trees.ways import Keys, Names
 
 
 def other_values(
@@ -52,25 +53,26 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
     An error in the place of a value is for whoever reads it.
     """
     is_kind, target = nnx.filterlib.to_predicate(kind), Walk(values)
-    mine, theirs = _reader(walk.model), _reader(values)
-    given: dict[Leaf, list[tuple[Names, Any]]] = {}
+    theirs, given = _reader(values), dict[Leaf, list[tuple[Names, Any]]]()
     lacking = list[Leaf]()
 
     def state_after(keys: Keys) -> Any:
         names = tuple(map(str, keys))
         return id(theirs(names)), _is_in(theirs, names, nnx.Pytree)
 
-    for leaf, keys in walk.by_path(state_after):
+    for number, keys in walk.ways.by_path(state_after):
+        leaf = walk.leaves[number]
         names = tuple(map(str, keys))
         value, around = theirs(names), theirs(names[:-1])
         # A model has a value for each Variable; a tree may have some.
         if value is not None or _is_in(theirs, names, nnx.Pytree):
             given.setdefault(leaf, []).append((names, value))
         elif isinstance(around, Mapping) and _is_in(theirs, names, nnx.State):
-            lacking += [leaf] * any(isinstance(x, _VALUES) for x in around.values())
+            beside = around.values()
+            lacking += [leaf] * any(is_array(x) or is_variable(x) for x in beside)
     forms = {_form(value) for several in given.values() for _, value in several}
     found: dict[Names, Any] = {}
-    for leaf in walk.leaves:
+    for leaf in walk.leaves.values():
         if not is_kind(leaf.keys, leaf.value):
             continue
         if leaf in given:
@@ -84,16 +86,12 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
                 "model's own at the other.\n"
                 'Give the target itself, or name what is replaced: where=.'
             )
-    for leaf in target.leaves:
+    for leaf in target.leaves.values():
         of_tree = not (target.modules or isinstance(leaf.value, nnx.Variable))
         is_asked = of_tree or is_kind(leaf.keys, leaf.value)
-        if is_asked and not _is_in(mine, leaf.names, _VALUES):
+        if is_asked and walk.ways.at(leaf.names) is None:
             found[leaf.names] = leaf.value
     return {names: value for names, value in found.items() if value is not None}
-
-
-# What stands at the path of a parameter.
-_VALUES = (nnx.Variable, jax.Array, np.ndarray, int, float, complex)
 
 
 def _reader(root: Any) -> Callable[[Names], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
 from flax_sg.forms.plain_trees import rewritten
 from flax_sg.graphs.asking import ask
+from flax_sg.graphs.held import PLAIN, Held
 from flax_sg.graphs.values import raw
-from flax_sg.graphs.walks import Leaf, Walk
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.rules import rules, substitutes
 from flax_sg.trees.leaves import is_differentiable, is_whole
+from flax_sg.trees.walks import Leaf, Walk
 
 # Metadata of Variables that are no plain arrays, in one version of Flax or another.
 _MUTABLE = ('hijax', 'is_hijax', 'ref', 'has_ref')
@@ -46,16 +48,16 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any) -> Any:
         raise TypeError(f'{call}: collections= is for linen; see kind=')
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
     chosen = [one for one in asked if any(one.said)]
-    for leaf, path, _ in chosen:
+    for leaf, (path, *_), _ in chosen:
         is_variable = isinstance(leaf.value, nnx.Variable)
         if is_variable and any(map(leaf.value.get_metadata().get, _MUTABLE)):
             raise errors.ArgumentTypeError(
                 f'{str(path)!r} is a mutable array of JAX, which nnx.grad does not '
                 'differentiate.\nMake the Variable without hijax=True and ref=True.'
             )
-    rule, rows = rewrite.rule, [row for one in chosen for row in one.rows]
-    if isinstance(rule, substitutes.FromTree):
-        given = itertools.chain(*(_given(rule, leaf) for leaf, *_ in chosen))
+    rows = [row for x in chosen for row in x.rows]
+    if isinstance(rewrite.rule, substitutes.FromTree):
+        given = itertools.chain(*(_given(rewrite.rule, leaf) for leaf, *_ in chosen))
         new = [
             filters.merged(takes, x, old, path) if takes else old
             for x, (path, takes, old) in zip(given, rows, strict=True)
@@ -69,12 +71,42 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any) -> Any:
         is_other = any(map(operator.is_not, leaf.arrays, own))
         if is_other or any(map(is_differentiable, own)):
             changed[leaf] = leaf.treedef.unflatten(own)
-    made = walk.copy(changed)
+    made = copied(walk, changed)
     if isinstance(made, nnx.Pytree):
         VIEWS.put(made, rewrite.rule.name)
     return made
 
 
+def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
+    """A copy of a model: its modules are copied, with some leaves in place of others.
+
+    Lists and dicts in them are new. What is static is the same object, unless a module
+    of the model is in it (``held.py``).
+    """
+    copies = {key: object.__new__(type(x)) for key, x in walk.modules.items()}
+    in_place = {id(leaf.value): x for leaf, x in new.items()}
+
+    def is_changed(node: Any) -> bool:
+        return any(id(x.value) in in_place for x in Walk([node]).leaves.values())
+
+    held = Held(copies | in_place, is_changed)
+    made: Any = None
+    for key, (keys, children, treedef) in reversed(walk.parts.items()):
+        made = treedef.unflatten(
+            new.get(x, x.value) if type(x) is Leaf else copies[id(x)] for x in children
+        )
+        if (node := walk.modules.get(key)) is None:
+            continue
+        made = vars(node) | (made if type(made) is dict else vars(made))
+        data = _OWN.union(str(of[0]) for of in keys)
+        vars(copies[key]).update(
+            (name, x if name in data or type(x) in PLAIN else held.put(x, node, name))
+            for name, x in made.items()
+        )
+    return copies.get(id(walk.tree), made)
+
+
+_OWN = frozenset(vars(nnx.Module()))  # Attributes that Flax itself has.
 # The rule of each view that is still there: an optimizer asks for these.
 VIEWS = ByIdentity[str]()
 

@@ -13,11 +13,11 @@ from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.rows import alike, index, repeated, unique
-from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
 from flax_sg.trees import beside, leaves
+from flax_sg.trees.kinds import is_variable
 
 MOVES, PARTLY, STUCK, DRIFTS, STILL = 'moves', 'partly', 'stuck', 'drifts', 'still'
 # By whether a value changes, and whether it has a gradient.
@@ -270,8 +270,8 @@ def _parameters(tree: Any) -> list[tuple[Path, Any]]:
 
 def _variables(tree: Any) -> set[int]:
     """The Variables of an NNX module or state, by their identity."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: is_of_nnx(type(x), 'Variable'))
-    return {id(node) for node in nodes if is_of_nnx(type(node), 'Variable')}
+    nodes = jax.tree.leaves(leaves.leaves_of(tree).tree, is_leaf=is_variable)
+    return {id(node) for node in nodes if is_variable(node)}
 
 
 def _gradients(gradients: Any) -> dict[Any, list[Any]]:

@@ -21,59 +21,25 @@ from flax.core import meta
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters.expressions import of_a_part
-from flax_sg.filters.paths import Path, name_of, names_in, shape_and_dtype
+from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.filters.unused import find_unused
-from flax_sg.internals import tracing
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
-from flax_sg.trees.nondifferentiable import NonDifferentiable
-from flax_sg.trees.rows import Rest
-from flax_sg.trees.tied import each_once, marks_in
+from flax_sg.trees.kinds import is_array as is_array
+from flax_sg.trees.kinds import is_differentiable as is_differentiable
+from flax_sg.trees.kinds import is_number as is_number
+from flax_sg.trees.kinds import is_variable
+from flax_sg.trees.kinds import is_whole as is_whole
+from flax_sg.trees.tied import each_once
+from flax_sg.trees.walks import Walk
+from flax_sg.trees.ways import path_at
 
 Keys: TypeAlias = tuple[Any, ...]
 
 
 # fp8 layers receive the *new value* of these as a gradient: no rule may touch them.
 OVERWRITE_WITH_GRADIENT = '_overwrite_with_gradient'
-
-
-def is_differentiable(leaf: Any) -> bool:
-    """Whether a leaf can be differentiated: real or complex, and not marked.
-
-    Arrays, tracers, Python's numbers and ``jax.ShapeDtypeStruct`` can; integers, bools,
-    keys, strings, other objects and ``NonDifferentiable`` cannot.
-    """
-    if is_array(leaf):
-        return _is_inexact(leaf.dtype)
-    return isinstance(leaf, (float, complex))
-
-
-def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number, or an array of numbers or bools: there are zeros."""
-    if is_array(leaf):
-        return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
-    return isinstance(leaf, (bool, int, float, complex))
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_array_classes: set[type] = set()
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array or a tracer, or stands for one."""
-    # The class is looked up: ``isinstance`` asks each jax.Array what it is.
-    if type(leaf) in _array_classes:
-        return True
-    found = isinstance(leaf, _ARRAYS)
-    if found and not isinstance(leaf, tracing.Tracer):
-        _array_classes.add(type(leaf))
-    return found
-
-
-@functools.lru_cache(256)
-def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 class Leaves:
@@ -91,7 +57,7 @@ class Leaves:
 
     def __init__(self, tree: Any, outer: tuple[str, ...] = ()) -> None:
         self.tree, self._tie = each_once(tree)
-        self._is_tied = self.tree is not tree
+        self._tied = tree if self.tree is not tree else None
         self.values, self.treedef = jax.tree.flatten(self.tree, is_leaf=is_whole)
         self.outer = outer
 
@@ -99,14 +65,18 @@ class Leaves:
     @functools.cached_property
     def paths(self) -> list[Path]:
         """The path of each leaf."""
-        is_variables = bool(collections_of(self.tree))
-        rows = zip(_names_of(self.tree), self.values, strict=True)
-        paths = [_path_of(*of, leaf, is_variables, self.outer) for of, leaf in rows]
-        for keys, numbers in marks_in(self.tree, is_whole) if self._is_tied else ():
-            names = tuple(map(name_of, keys))
-            for n in numbers:
-                also = _path_of(names, (), self.values[n], is_variables, self.outer)
-                paths[n].also += (also,)
+        path_of = functools.partial(
+            path_at, collections=bool(collections_of(self.tree)), outer=self.outer
+        )
+        rows = _names_of(self.tree)
+        paths = [path_of(*of, x) for of, x in zip(rows, self.values, strict=True)]
+        if self._tied is not None:
+            walk = Walk(self._tied, path_of)
+            for (names, inner), path in zip(rows, paths, strict=True):
+                leaf = walk.ways.at((*names, *inner))
+                if leaf is not None:
+                    is_box = is_variable(walk.leaves[leaf].value)
+                    walk.ways.tell(path, leaf, 0 if is_box else len(inner))
         return paths
 
     @functools.cached_property
@@ -196,11 +166,6 @@ def tree_before(where: str, tree: Any) -> Leaves:
     return leaves_of(tree)
 
 
-def is_whole(node: Any) -> bool:
-    """Whether something is one leaf here, whatever is in it."""
-    return isinstance(node, (Absent, NonDifferentiable, Rest))
-
-
 def _names_of(tree: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The names of each leaf: of its variable, and within it, as ``names_in`` says."""
     out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
@@ -233,20 +198,7 @@ def path_of(keys: Keys, leaf: Any = None) -> Path:
         keys: a key path, of any kind of keys.
         leaf: what is there, if a filter may ask for its shape.
     """
-    return _path_of(tuple(map(name_of, keys)), (), leaf, False)
-
-
-def _path_of(
-    names: tuple[str, ...],
-    inner: tuple[str, ...],
-    leaf: Any,
-    collections: bool,
-    outer: tuple[str, ...] = (),
-) -> Path:
-    array, names, count = shape_and_dtype(leaf), (*names, *inner), len(inner)
-    if collections and len(names) > 1:
-        return Path.of(names[0], (*outer, *names[1:]), (), count, array)
-    return Path.of('params', (*outer, *names) or ('',), (), count, array)
+    return path_at(tuple(map(name_of, keys)), (), leaf)
 
 
 def selected(
@@ -267,7 +219,7 @@ def selected(
     matched: set[filters.Filter] = set()
     out = [[where(path, matched) for path in tree] for tree in trees]
     if unused != 'ignore':
-        paths = [one for tree in trees for path in tree for one in (path, *path.also)]
+        paths = [path for tree in trees for path in tree]
         error = find_unused(where, matched, paths, None, any(map(any, out)))
         if error is not None:
             raise error

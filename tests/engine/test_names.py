@@ -389,6 +389,10 @@ def _in(block: Any, step: Callable[[], Any]) -> Any:
         return step()
 
 
+def _keep(results: list[Any], run: Callable[[], Any]) -> None:
+    results.append(run())
+
+
 FORMS_OF_BLOCKS: dict[str, Callable[[Any, Any], Any]] = {
     'block': lambda where, step: _in(nn.stop_gradient(where), step),
     'train_only': lambda where, step: _in(nn.train_only(where), step),
@@ -454,7 +458,8 @@ def test_names_in_any_order_of_models_filters_and_programs(seed):
         step = functools.partial(STEPS[run, model], GIVEN[given](PARAMS[model]))
         whole = functools.partial(FORMS_OF_BLOCKS[form], FILTERS[kind](name), step)
         results: list[Any] = []
-        said = heard(contextlib.nullcontext(), lambda: results.append(whole()))
+        run_once = functools.partial(_keep, results, whole)
+        said = heard(contextlib.nullcontext(), run_once)
         case = f'{form} {kind} {name!r} in {model!r}, {run} of {given}: {said!r}'
         form = 'block' if form == 'decorator' else form
         if name in MODELS[model].names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import optax
@@ -11,6 +12,7 @@ import optax
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import nnx
+from flax_sg.trees import ways
 
 
 def hijax() -> Any:
@@ -62,7 +64,22 @@ def pair(tied: bool) -> Any:
     return out
 
 
+def asked_in_levels(where: Any) -> Any:
+    """Of a model with two to the power of 40 paths for each weight."""
+    shared: Any = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    for _ in range(40):
+        shared = nnx.Dict(one=shared, two=shared)
+    with mock.patch.object(ways, 'MOST', 1000):
+        return nnx.stop_gradient(shared, where)
+
+
 CASES: dict[str, Any] = {
+    'a function that is asked for paths without end': (
+        lambda: asked_in_levels(lambda path: path.name == 'kernel'),
+        'FilterTypeError: share modules so often | A function, or a regular '
+        "expression, is asked for each of them. | Write a glob, such as '**/kernel'",
+        lambda: asked_in_levels('**/kernel'),
+    ),
     'an optimizer of what is frozen': (
         lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt=~sg.live(loss, model)),
         'FilterTypeError: nnx.Optimizer(model, tx, wrt=live)',

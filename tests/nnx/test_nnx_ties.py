@@ -1,6 +1,7 @@
 """Random graphs of modules that share modules and Variables, against all paths."""
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from flax_sg import errors, filters, nnx
 from flax_sg.filters.paths import Path
 from flax_sg.graphs.asking import ask, parameters
-from flax_sg.graphs.walks import Walk
+from flax_sg.trees.leaves import leaves_of, selected
+from flax_sg.trees.walks import Walk
 from tests.helpers import oracle
 from tests.helpers.profile import LONG
 
@@ -23,8 +25,8 @@ def variable() -> Any:
     return nnx.Param(jnp.ones(2))
 
 
-def graph_of(draw: random.Random) -> Any:
-    """Modules and lists, each of which may stand at several places."""
+def graph_of(draw: random.Random, is_cyclic: bool) -> Any:
+    """Modules and lists, each of which may stand at several places, or in itself."""
     variables = [variable() for _ in range(3)]
     nodes: list[Any] = []
     for _ in range(draw.randint(1, 6)):
@@ -34,44 +36,70 @@ def graph_of(draw: random.Random) -> Any:
             child = draw.choice([*several, nnx.List(several)])
             setattr(node, name, child)
         nodes.append(node)
+    for _ in range(draw.randint(1, 3) * is_cyclic):
+        setattr(draw.choice(nodes[:-1] or nodes), draw.choice('cd'), draw.choice(nodes))
     return nodes[-1]
 
 
-def all_paths(node: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+def all_paths(node: Any, names: tuple[str, ...] = (), *around: Any) -> Iterator[Any]:
+    """The path of each Variable, and the Variable; through no module twice."""
     if isinstance(node, nnx.Variable):
         yield '/'.join(names), node
         return
     pairs = enumerate(node) if isinstance(node, nnx.List) else vars(node).items()
-    for name, child in pairs:
+    for name, child in () if any(x is node for x in around) else pairs:
         if isinstance(child, (nnx.Variable, nnx.Module)):
-            yield from all_paths(child, (*names, str(name)))
+            yield from all_paths(child, (*names, str(name)), node, *around)
 
 
 def expression(draw: random.Random) -> Any:
-    names = ['a', 'b', 'c', '*', '**', '?', '0', '1', '[ab]']
-    one, two = (
-        filters.as_filter('/'.join(draw.choices(names, k=draw.randint(1, 5))))
-        for _ in range(2)
-    )
+    names = ['a', 'b', 'c', 'd', '*', '**', '?', '0', '1', '[ab]']
+    globs = ['/'.join(draw.choices(names, k=draw.randint(1, 5))) for _ in range(2)]
+    name = draw.choice('abcd')
+    others = [lambda path: name in path.parts, re.compile(f'.*{name}/.')]
+    one, two = map(filters.as_filter, [globs[0], draw.choice([globs[1], *others])])
     return draw.choice([one, ~one, one & two, one | two, one & ~two])
 
 
 @pytest.mark.parametrize('seed', range(200 if LONG else 8))
-def test_a_glob_takes_a_variable_by_any_of_its_paths(seed: int):
+def test_a_filter_takes_a_variable_by_any_of_its_paths(seed: int):
+    """A view, and a report on a tree with the model in it."""
     draw = random.Random(seed)
-    model = graph_of(draw)
-    walk, paths = Walk(model), dict[int, list[Path]]()
+    model = graph_of(draw, seed % 2 == 1)
+    tree, names, walk = (model, {'a': (model,)}), ('0', '1/a/0'), Walk(model)
+    paths: list[dict[int, list[Path]]] = [{}, {}]
     for path, one in all_paths(model):
-        paths.setdefault(id(one), []).append(Path(path))
+        paths[0].setdefault(id(one), []).append(Path(path))
+        several = paths[1].setdefault(id(one), [])
+        several.extend(Path(f'{name}/{path}') for name in names)
     flat = nnx.to_flat_state(nnx.state(model))
-    assert {id(leaf.value): leaf.keys for leaf in walk.leaves} == {
+    assert {id(leaf.value): leaf.keys for leaf in walk.leaves.values()} == {
         id(one): keys for keys, one in flat
     }
+
+    def expected(where: Any, own: list[Path]) -> Any:
+        return where.evaluate({x: True for x in where.atoms if any(map(x, own))})
+
     for where in (expression(draw) for _ in range(8)):
         for leaf, _, said in ask('', walk, where, parameters, 'ignore'):
-            own = paths[id(leaf.value)]
-            taken = {atom: True for atom in where.atoms if any(map(atom, own))}
-            assert said == [where.evaluate(taken)], (where, own)
+            own = paths[0][id(leaf.value)]
+            assert said == [expected(where, own)], (where, own)
+        leaves = leaves_of(tree)
+        [found] = selected([leaves.paths], where, 'ignore')
+        by_path = {f'0/{path}': id(one) for path, one in all_paths(model)}
+        for path, said in zip(leaves.paths, found, strict=True):
+            own = paths[1][by_path[path]]
+            assert said == expected(where, own), (where, own)
+
+
+def test_modules_that_hold_each_other():
+    """By ``a/n`` the module ``m`` is around, by ``z`` it is not."""
+    model, m, n = Node(), Node(), Node()
+    model.a, model.z, m.n, n.m = m, n, n, m
+    m.kernel, model.m = variable(), nnx.Dict(kernel=variable())
+    view = nnx.stop_gradient(model, '**/m/kernel')
+    assert view.a.kernel is not m.kernel and view.a.kernel is view.z.m.kernel
+    assert view.m.kernel is not model.m.kernel
 
 
 def tree_of(draw: random.Random, depth: int, share: float) -> Any:

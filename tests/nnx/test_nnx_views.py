@@ -216,6 +216,14 @@ def test_lists_and_dicts_in_a_module_and_around_models(pytree):
     assert view.config is model.config and list(vars(view)) == list(vars(model))
 
 
+def test_an_empty_list_is_a_module():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2)), layers=nnx.List([]))
+    model.again = model.layers
+    view = nnx.stop_gradient(model, 'w')
+    assert view.layers is view.again is not model.layers
+    oracle.assert_same(pure(sg.partition(model, 'w')[0]), pure(model))
+
+
 def test_another_kind_of_variable():
     def loss(model):
         view = nnx.stop_gradient(model, 'norm/mean', kind=nnx.BatchStat)

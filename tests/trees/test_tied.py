@@ -10,6 +10,7 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg.filters import as_filter
+from flax_sg.trees import ways
 from flax_sg.trees.leaves import Leaves
 from flax_sg.trees.tied import each_once
 from tests.helpers import oracle
@@ -209,3 +210,77 @@ def test_reports_of_children_that_know_their_parent():
     expected = nnx.grad(lambda m: m(X).sum())(model)
     oracle.assert_same(grads.scale[...], expected['scale'][...])
     sg.paths({'a': 1.0})  # Later programs are as before.
+
+
+def test_a_module_that_holds_itself_and_nothing_else():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.itself = jnp.ones(2), self
+
+    model = Model()
+    tree, tie = each_once(model)
+    again = tie(jax.tree.map(lambda leaf: leaf + 1, tree))
+    assert again.itself is again and again.w.tolist() == [2.0, 2.0]
+    assert [one.path for one in sg.paths(model)] == ['w']
+
+
+# Modules that share modules, level by level
+
+
+class Level(nnx.Module):
+    def __init__(self, below):
+        self.one = self.two = below
+
+    def __call__(self, x):
+        return self.two(x)
+
+
+def levels(depth):
+    model = Layer(0)
+    model.bias = nnx.Param(jnp.ones(3))
+    for _ in range(depth):
+        model = Level(model)
+    return model
+
+
+@pytest.mark.parametrize('depth', [15, 40])
+def test_reports_of_modules_that_share_modules_in_levels(depth):
+    """Weights have two to the power of the depth paths."""
+    model, first = levels(depth), '/'.join(['one'] * depth)
+    loss = lambda m: m(X).sum()  # noqa: E731
+    takes = {
+        '**/kernel': [False, True],
+        'two/**': [True, True],
+        '**/two/bias': [True, False],
+        f'one/{"two/" * (depth - 1)}bias': [True, False],
+        sg.arrays(lambda a: a.ndim == 2): [False, True],
+        sg.live(loss, model): [False, True],
+        ~sg.live(loss, model): [True, False],
+    }
+    for where, expected in takes.items():
+        assert [one.selected for one in sg.paths(model, where=where)] == expected
+    tree = [{'net': (model,)}, model.two]
+    for where in '0/net/0/two/**/bias', '1/**/two/bias', '*/*/*/one/two/*/**/bias':
+        assert [one.selected for one in sg.paths(tree, where=where)] == [True, False]
+    assert [one.path for one in sg.paths(model)] == [f'{first}/bias', f'{first}/kernel']
+    sg.testing.assert_trains_only(loss, 'two/one/**/kernel', model)
+    sg.testing.assert_stopped(loss, '**/bias', model)
+    assert 'Trainable: 9' in sg.tabulate(model, X)
+    typo = r"none of the 2 variables\.\nNearest: 'two/one"
+    with pytest.raises(sg.errors.UnusedFilterError, match=typo):
+        sg.paths(model, where='two/**/kernle')
+    part, rest = sg.partition(model, '**/two/bias')
+    both = sg.combine(rest, part)
+    for one in part, rest, both, sg.grad(loss, wrt='**/kernel')(model):
+        assert one.one is one.two and one.one.one is one.one.two
+    oracle.assert_same(nnx.state(both), nnx.state(model))
+    assert not any(sg.testing.moves(model, nnx.clone(model)).moved)
+
+
+def test_a_function_is_not_asked_for_paths_without_end(monkeypatch):
+    monkeypatch.setattr(ways, 'MOST', 1000)
+    model = levels(40)
+    for where in lambda path: path.name == 'kernel', re.compile('.*kernel'):
+        with pytest.raises(sg.errors.FilterTypeError, match='share modules so often'):
+            sg.paths(model, where=where)
+        assert [x.selected for x in sg.paths(levels(8), where=where)] == [False, True]

@@ -1,0 +1,69 @@
+"""What a leaf of a tree may be: an array, a number, what can be differentiated."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_sg.internals import tracing
+from flax_sg.trees.absent import Absent
+from flax_sg.trees.nondifferentiable import NonDifferentiable
+from flax_sg.trees.rows import Rest
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a leaf can be differentiated: real or complex, and not marked.
+
+    Arrays, tracers, Python's numbers and ``jax.ShapeDtypeStruct`` can; integers, bools,
+    keys, strings, other objects and ``NonDifferentiable`` cannot.
+    """
+    if is_array(leaf):
+        return _is_inexact(leaf.dtype)
+    return isinstance(leaf, (float, complex))
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number, or an array of numbers or bools: there are zeros."""
+    if is_array(leaf):
+        return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+    return isinstance(leaf, (bool, int, float, complex))
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_array_classes: set[type] = set()
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array or a tracer, or stands for one."""
+    # The class is looked up: ``isinstance`` asks each jax.Array what it is.
+    if type(leaf) in _array_classes:
+        return True
+    found = isinstance(leaf, _ARRAYS)
+    if found and not isinstance(leaf, tracing.Tracer):
+        _array_classes.add(type(leaf))
+    return found
+
+
+@functools.lru_cache(256)
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_whole(node: Any) -> bool:
+    """Whether something is one leaf here, whatever is in it."""
+    return isinstance(node, (Absent, NonDifferentiable, Rest))
+
+
+def is_variable(node: Any) -> bool:
+    """Whether something is a Variable of NNX."""
+    return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Variable', ()))
+
+
+def is_module(node: Any) -> bool:
+    """Whether something is a module of NNX, or another object with Variables in it."""
+    return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Pytree', ()))

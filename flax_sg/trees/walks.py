@@ -1,0 +1,142 @@
+"""A tree with modules of NNX in it, taken apart: each module once.
+
+JAX alone unties what stands at two places, and never ends if a module holds the one
+around it. Modules that share modules, level by level, have paths without number. So
+JAX takes each module apart by itself, down to the next modules and Variables.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from flax_sg.filters.paths import Path
+from flax_sg.trees.kinds import is_array, is_module, is_variable, is_whole
+from flax_sg.trees.ways import Keys, Names, Ways, path_at
+
+
+class Leaf:
+    """A Variable, or another leaf of a tree.
+
+    Attributes:
+        value: the Variable, or what else it is.
+        keys: the first of its paths, which is the one that Flax knows.
+        arrays: what is in the value.
+        treedef: the structure of it: a Variable has its type and metadata there.
+    """
+
+    keys: Keys
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.arrays, self.treedef = jax.tree.flatten(value, is_leaf=is_whole)
+
+    @property
+    def names(self) -> Names:
+        """Its first path as filters of flax_sg get it."""
+        return tuple(map(str, self.keys))
+
+
+class Walk:
+    """A walk through a tree.
+
+    Args:
+        tree: a module, or any other tree.
+        path_of: the path that filters get, see ``Ways``.
+
+    Attributes:
+        tree: the tree.
+        modules: the modules in it, by ``id``.
+        parts: each module and each container around modules, by ``id``: the keys that
+            lead to each child, the children, which are modules and leaves, and what
+            puts them together again.
+        ways: the paths, by the ``id`` of the leaves.
+        leaves: each leaf once, by its ``id``, in the order of JAX.
+        is_tree: whether nothing stands at two places.
+    """
+
+    def __init__(self, tree: Any, path_of: Callable[..., Path] = path_at) -> None:
+        self.tree, self.modules = tree, dict[int, Any]()
+        self.parts = dict[int, tuple[list[Keys], list[Any], Any]]()
+        self._variables = dict[int, Leaf]()
+        inside, known = dict[int, list[tuple[Keys, int]]](), dict[int, Leaf]()
+        found = [tree]
+        for node in found:
+            if id(node) in inside:
+                continue
+            keys, children, _ = self.parts[id(node)] = self._apart(node)
+            inside[id(node)] = [*zip(keys, map(id, children), strict=True)]
+            for child in children:
+                if type(child) is Leaf:
+                    known[id(child)] = child
+                else:
+                    found.append(child)
+        self.ways = Ways(id(tree), inside, path_of)
+        self.leaves = {number: known[number] for number in self.ways.first}
+        for number, keys in self.ways.first.items():
+            known[number].keys = keys
+        # Each but the tree itself stands somewhere.
+        places = sum(map(len, inside.values()))
+        self.is_tree = len(inside) + len(known) == places + 1
+
+    def paths_of(self, leaf: Leaf) -> list[Path]:
+        """A path for each array in a leaf, or one if there is none.
+
+        A Variable is a box: its arrays share its path, and differ in their shapes.
+        """
+        paths = [path_at(leaf.names, (), array) for array in leaf.arrays or [None]]
+        if self.is_tree:
+            return paths
+        return [self.ways.tell(path, id(leaf)) for path in paths]
+
+    def _apart(self, node: Any) -> tuple[list[Keys], list[Any], Any]:
+        from flax import nnx  # Models of linen do not wait for it.
+
+        known, is_root = self._variables, iter([True])
+        modules = set[int]()
+
+        def is_leaf(x: Any) -> bool:
+            if isinstance(x, nnx.Variable):
+                if id(x) not in known:
+                    known[id(x)] = Leaf(x)
+                return True
+            # JAX asks for the node first, and a module may hold itself.
+            if not next(is_root, False) and isinstance(x, nnx.Pytree):
+                modules.add(id(x))
+                return True
+            return is_whole(x)
+
+        data = node
+        if isinstance(node, nnx.Pytree):
+            self.modules[id(node)] = node
+            # JAX does not know the class if it was made with ``pytree=False``.
+            if jax.tree_util.all_leaves([node]):
+                data = {name: x for name, x in vars(node).items() if _is_data(x)}
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(data, is_leaf=is_leaf)
+        keys = [tuple(_OF_KEYS.get(type(x), str)(x) for x in of) for of, _ in pairs]
+        children = [
+            x if id(x) in modules else known.get(id(x)) or Leaf(x) for _, x in pairs
+        ]
+        return keys, children, treedef
+
+
+def _is_data(value: Any) -> bool:
+    """Whether Flax takes an attribute for data, if JAX does not know the module."""
+
+    def is_leaf(x: Any) -> bool:
+        return is_variable(x) or is_module(x)
+
+    leaves = jax.tree.leaves(value, is_leaf=is_leaf)
+    return any(is_leaf(x) or is_array(x) for x in leaves)
+
+
+# What Flax has for each kind of key in a key path of JAX.
+_OF_KEYS: dict[type, Callable[[Any], Any]] = {
+    jax.tree_util.GetAttrKey: operator.attrgetter('name'),
+    jax.tree_util.SequenceKey: operator.attrgetter('idx'),
+    jax.tree_util.DictKey: operator.attrgetter('key'),
+    jax.tree_util.FlattenedIndexKey: operator.attrgetter('key'),
+}
