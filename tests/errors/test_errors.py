@@ -402,6 +402,7 @@ ELSEWHERE = {
     ): 'in another process, see test_versions.py',
     ('engine/opening.py', 'NotImplementedError'): 'abstract: a subclass defines it',
     ('internals/required.py', '_Called'): 'ends a program, and is caught',
+    ('filters/expressions.py', 'error'): 'of an atom, kept while it has other paths',
     ('engine/judgement.py', 'error'): 'made by the filter, see filters/expressions.py',
     ('trees/absent.py', 'AttributeError(name)'): 'what Python asks of any object',
     ('trees/nondifferentiable.py', 'AttributeError(name)'): 'as in the same room',
