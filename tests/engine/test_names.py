@@ -27,6 +27,7 @@ from flax_sg import linen as nn
 from flax_sg.engine import numbers, roots
 from flax_sg.rules import rules
 from tests.helpers import oracle
+from tests.helpers.described.caches import forget_contexts
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 
@@ -450,6 +451,7 @@ STEPS = {
 @pytest.mark.parametrize('seed', range(2))
 def test_names_in_any_order_of_models_filters_and_programs(seed):
     """A wrong name is told at the latest when its program is traced."""
+    forget_contexts()
     draw, told = random.Random(seed), set[Any]()
     for _ in range(45):
         model, name = draw.choice(sorted(MODELS)), draw.choice(NAMES)
