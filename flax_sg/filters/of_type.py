@@ -136,8 +136,9 @@ def _variables_of_nnx(model: Any) -> Iterator[tuple[str, tuple[str, ...], set[ty
     from flax import nnx  # Models of linen do not wait for it.
 
     around: dict[int, set[type]] = {}
-    for _, module in nnx.iter_modules(model):
-        for _, value in nnx.to_flat_state(nnx.state(module)):
-            around.setdefault(id(value), set()).add(type(module))
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module):
+            for _, value in nnx.to_flat_state(nnx.state(node)):
+                around.setdefault(id(value), set()).add(type(node))
     for keys, value in nnx.to_flat_state(nnx.state(model)):
         yield 'params', tuple(map(str, keys)), around[id(value)]
