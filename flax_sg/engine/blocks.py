@@ -217,14 +217,21 @@ def begin(top: Scope, depth: int) -> Root:
     if thread.doubts is not None:
         root.setups.made_in, root.setups.is_new = thread.blocks, True
     roots.carry(top, root)
-    for block in thread.blocks:
-        block.meet(root, is_older=False)
-    return root
+    return _used(root)
 
 
 def within(outer: Root, inner: Scope, covered: tuple[Block, ...]) -> Root:
     """Makes the root of a body, whose transform was called in blocks, for a scope."""
-    root = outer.within(covered, inner)
+    return _used(outer.within(covered, inner))
+
+
+def again(outer: Root) -> Root:
+    """Makes the root for a second run of ``setup`` in the open blocks."""
+    return _used(outer.as_scratch(thread.blocks))
+
+
+def _used(root: Root) -> Root:
+    """A root that begins in the open blocks, which do not keep it alive."""
     for block in thread.blocks:
         block.meet(root, is_older=False)
     return root

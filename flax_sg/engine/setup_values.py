@@ -311,7 +311,7 @@ def _run_again(
     """
 
     def scratch_of(scope: Scope) -> Scope:
-        root = blocks.root_of(scope).as_scratch(open_blocks)
+        root = blocks.again(blocks.root_of(scope))
         return core_scopes.scratch_scope(scope, {ROOT_FLAG: root})
 
     outer, thread = blocks.thread.doubts, blocks.thread

@@ -19,6 +19,7 @@ import pytest
 from flax import linen
 
 from flax_sg import linen as nn
+from flax_sg.engine import blocks
 from tests.helpers import oracle
 from tests.helpers.described.language import (
     EVERYTHING,
@@ -585,3 +586,23 @@ def test_a_module_that_was_bound_in_a_trace_that_is_over():
     assert jax.value_and_grad(loss)(1.0) == (81.0, 243.0)
     with nn.stop_gradient(True):
         assert bound[0](1.0) == 6.0
+
+
+def test_a_long_block_keeps_no_parameters_of_a_setup_that_ran_again():
+    def read_in_a_block(module: Any, x: Any) -> Any:
+        y = module(x)  # ``setup`` runs here.
+        with nn.stop_gradient('w'):
+            return jnp.sum(module.w2 * y)
+
+    held: list[Any] = []
+    kid = Kid()
+    variables = kid.init(RNGS, X)
+    with nn.scale_gradient('b', 2.0):
+        for _ in range(3):
+            copied = jax.tree.map(lambda leaf: leaf + 0, variables)
+            held.extend(map(weakref.ref, jax.tree.leaves(copied)))
+            jax.grad(lambda v: kid.apply(v, X, method=read_in_a_block))(copied)
+            del copied
+        gc.collect()
+        assert [ref() for ref in held if ref() is not None] == []
+        assert list(blocks.thread.blocks[0].roots) == []
