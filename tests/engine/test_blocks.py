@@ -1066,3 +1066,26 @@ def test_modules_open_blocks_in_each_other():
     oracle.assert_same_grads(
         lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
     )
+
+
+def test_a_block_opened_by_another_task_while_one_is_open():
+    def opens():
+        with pytest.raises(errors.BlockError), nn.stop_gradient('b/**'):
+            frozen()
+
+    beside_a_block(opens)
+
+
+def test_a_block_closed_by_another_task():
+    where = nn.stop_gradient('a/**')
+
+    async def opens():
+        where.__enter__()
+
+    async def main():
+        await asyncio.create_task(opens())
+        with pytest.raises(errors.BlockError):
+            where.__exit__(None, None, None)
+        return frozen()
+
+    assert asyncio.run(main()) == ''

@@ -7,6 +7,7 @@ differ from the first. A value that cannot be found again raises an error.
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from flax import linen
 
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
 from tests.helpers import oracle
@@ -606,3 +608,50 @@ def test_a_long_block_keeps_no_parameters_of_a_setup_that_ran_again():
         gc.collect()
         assert [ref() for ref in held if ref() is not None] == []
         assert list(blocks.thread.blocks[0].roots) == []
+
+
+def test_an_error_of_ours_in_a_second_run_is_the_one_that_is_raised():
+    class Uses(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            keeps = Keeps(name='keeps')
+            y = keeps(x)
+            with nn.substitute({'keeps': {'w': jnp.zeros(3)}}):
+                return y + keeps(x)
+
+    with pytest.raises(errors.StructureError, match=r"'keeps/w' .* does not fit"):
+        Uses().apply({'params': {'keeps': {'w': jnp.ones(())}}}, jnp.ones(3))
+
+
+class Lazy:
+    """A helper that keeps what it made of a module at its first use."""
+
+    def __init__(self, module):
+        self.module = module
+
+    @functools.cached_property
+    def doubled(self):
+        return 2.0 * self.module.w
+
+
+def test_what_cannot_be_computed_again_raises():
+    cls = keeps(Lazy, lambda kept, x: x * kept.doubled)
+
+    def fn(params):
+        return cls(PROGRAMS['around']).apply({'params': params}, X, rngs=RNGS)
+
+    with pytest.raises(
+        errors.BlockError, match='it holds a module as well as an array'
+    ):
+        jax.vjp(fn, {'w': X, 'b': X})
+
+
+def test_right_or_an_error():
+    trials = [functools.partial(check, DOUBTFUL, PROGRAMS['around'], False)]
+    for where in (DOUBTFUL, outer(DOUBTFUL)):
+        trials.append(functools.partial(initialization_is_that_without_blocks, where))
+        for name in ('around', 'first in it'):
+            trials.append(functools.partial(check, where, PROGRAMS[name], True))
+    for trial in trials:
+        with contextlib.suppress(errors.BlockError):
+            trial()

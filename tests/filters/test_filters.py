@@ -550,3 +550,21 @@ def test_a_collection_is_named_in_a_tree_of_several():
     for where in 'target', 'target/**', ~as_filter('target/*'):
         with pytest.raises(errors.UnusedFilterError, match=r"Collection\('target'\)"):
             sg.partition(agent, where)
+
+
+@pytest.mark.parametrize(
+    ('where', 'write'),
+    [('encoder/**', 'encoder_*/**'), (re.compile('encoder/.*'), 'encoder_.*/.*')],
+)
+def test_a_list_of_modules_is_named_as_a_whole(where, write):
+    paths = [Path.of('params', (f'encoder_{n}', 'w')) for n in range(2)]
+    error = as_filter(where).unused(False, paths, ())
+    assert f'Did you mean {write!r}?' in str(error)
+    found = as_filter(re.compile(write) if where != 'encoder/**' else write)
+    assert all(map(found, paths))
+
+
+def test_several_globs_in_one_text_are_no_glob():
+    with pytest.raises(errors.ArgumentValueError) as caught:
+        as_filter('a/**, b/**')
+    assert 'a list for several globs' in str(caught.value)

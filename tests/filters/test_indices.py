@@ -206,3 +206,20 @@ def test_a_mask_on_rows_is_as_small_as_the_rows():
 
 
 # Bad input.
+
+
+def test_values_in_a_box_and_numbers_without_a_gradient():
+    class Boxed(linen.Module):
+        @linen.compact
+        def __call__(self):
+            init = linen.with_partitioning(linen.initializers.ones, ('a',))
+            steps = self.param('steps', lambda key: jnp.arange(3))
+            with nn.stop_gradient(sg.at(['w', 'steps'], np.s_[:2])):
+                w = self.param('w', init, (3,))
+                read = self.get_variable('params', 'steps')
+                nothing = 0 * jnp.sum(steps).astype(float)
+                return jnp.sum(w * read.astype(float)) + nothing
+
+    variables = Boxed().init(jax.random.key(0))
+    grads = jax.grad(Boxed().apply, allow_int=True)(variables)['params']
+    assert grads['w'].value.tolist() == [0.0, 0.0, 2.0]

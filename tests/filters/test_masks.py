@@ -364,3 +364,15 @@ def test_as_values():
 
 
 # Bad input.
+
+
+def test_where_a_traced_mask_has_no_values():
+    for use in (
+        lambda mask: sg.partition(PARAMS, mask),
+        lambda mask: sg.mask(PARAMS, trained=mask),
+        lambda mask: testing.assert_flows(
+            functools.partial(in_block, mask=mask), mask, PARAMS
+        ),
+    ):
+        with pytest.raises(errors.PartError, match='the mask is traced'):
+            jax.jit(use)(FULL)

@@ -19,6 +19,7 @@ import flax_sg as sg
 from flax_sg import linen as nn
 from tests.helpers import flows, oracle
 from tests.helpers.described import uses
+from tests.helpers.described.compared import assert_promise_kept
 
 pytestmark = pytest.mark.every_case
 
@@ -425,3 +426,46 @@ def test_a_cell_of_a_notebook_is_called_as_its_tracebacks_call_it(monkeypatch):
     assert source(first_user_of_a_cache).startswith('test_flow.py:')
     ipython.get_ipython = lambda: None
     assert source(program['loss']) == '4711.py:3 (loss)'
+
+
+def test_primitives_of_a_user_have_a_rule_each():
+    hijax = pytest.importorskip('jax.experimental.hijax', reason='from jax 0.8 on')
+    base = getattr(hijax, 'HiPrim', None) or hijax.VJPHiPrimitive
+
+    class Product(base):
+        def __init__(self, rule):
+            self.in_avals = (jax.typeof(A), jax.typeof(B))
+            self.out_aval = jax.typeof(A)
+            self.params = {'rule': rule}
+            super().__init__()
+
+        def expand(self, a, b):
+            return a * b
+
+        def vjp_fwd(self, nonzeros, /, a, b):
+            return a * b, (a, b)
+
+        def vjp_bwd_retval(self, kept, g):
+            return self.rule(g, *kept)
+
+    first = Product(lambda g, a, b: (g * b, jnp.zeros(3)))
+    second = Product(lambda g, a, b: (jnp.zeros(3), g * a))
+    nothing = Product(lambda g, a, b: (jnp.ones(3), g * a))
+
+    def fn(p):
+        one, other = first(p['a'], p['b']), second(p['c'], p['d'])
+        return one + other + jnp.sign(nothing(p['e'], p['f']))
+
+    params = dict(zip('abcdef', (A, B) * 3, strict=True))
+    report = flow_of(fn, params)
+    assert report.live == (True, False, False, True, False, False)
+    assert_promise_kept(report, [oracle.grads(fn, params)[0][0]])
+
+
+def test_code_that_is_run_as_a_text_has_lines():
+    names: dict[str, Any] = {'jnp': jnp}
+    text = "def loss(p):\n    return jnp.sum(jnp.sign(p['a']) * p['b'])\n"
+    exec(compile(text, '<string>', 'exec'), names)
+    report = flow_of(names['loss'], {'a': A, 'b': B})
+    assert report.status == (('stopped', 'flows'),)
+    assert '<string>:2' in report.why('output', 'a').lines[0]

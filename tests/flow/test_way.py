@@ -258,3 +258,20 @@ def test_a_leak_in_another_package_names_the_line_of_the_user(tmp_path, monkeypa
     line = loss.__code__.co_firstlineno + 2
     assert why.leaves.startswith(f'test_way.py:{line} (')
     assert why.leaves in why.lines
+
+
+def test_a_report_can_be_pickled():
+    report, _ = report_of(Leaks())
+    copy = pickle.loads(pickle.dumps(report))
+    assert copy == report
+    assert copy.why('probe', 'lower/kernel').lines == ()
+
+
+def test_an_assertion_says_where_a_value_leaves_its_block():
+    report, lines = report_of(Leaks())
+    with pytest.raises(AssertionError) as caught:
+        testing.assert_trains_only(report, 'probe/**', output='probe')
+    last = str(caught.value).splitlines()[-1]
+    [line] = [n for n, text in lines.items() if text.startswith('probed =')]
+    assert last.startswith(f'Its value leaves its block at test_way.py{line.rstrip()}')
+    assert last.endswith('write jax.lax.stop_gradient there.')

@@ -333,3 +333,22 @@ def test_a_decorated_function_looks_like_the_function():
     variables = {'params': PARAMS}
     expected = MODEL.apply(variables, X, method='encode')
     oracle.assert_same(jitted(variables, X, method='encode'), expected)
+
+
+def test_a_method_that_flax_does_not_wrap_sets_up_nothing():
+    class Kept(fnn.Module):
+        def setup(self):
+            self.w = self.param('w', fnn.initializers.ones, (3,))
+
+        def __call__(self, x):
+            return x * self.w
+
+    mapped = fnn.vmap(Kept, axis_size=2, **oracle.STACKED)
+
+    class Mean(mapped):
+        @fnn.nowrap
+        def __call__(self, x):
+            return super().__call__(x).mean(0)
+
+    for cls in (Mean, nn.stop_gradient(Mean, True)):
+        assert cls().init(KEY, X)['params']['w'].shape == (2, 3)

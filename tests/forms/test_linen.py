@@ -283,3 +283,21 @@ def test_a_hook_looks_like_what_it_stands_for(key):
     assert hook is not original
     assert inspect.signature(hook) == inspect.signature(original)
     assert (hook.__doc__, hook.__name__) == (original.__doc__, original.__name__)
+
+
+def test_a_submodule_imported_later_is_there_too():
+    # flax.linen does not import `partitioning` by itself.
+    out = run_python(
+        'from flax_sg import linen as nn\n'
+        'print(hasattr(nn, "partitioning"), "partitioning" in dir(nn))\n'
+        'import flax.linen.partitioning as p\n'
+        'print(nn.partitioning is p, "partitioning" in dir(nn))'
+    )
+    assert out.split() == ['False', 'False', 'True', 'True']
+
+
+def test_a_name_that_comes_later_is_there_too(monkeypatch):
+    later = object()
+    monkeypatch.setattr(flax.linen, 'later', later, raising=False)
+    assert nn.later is later
+    assert 'later' in dir(nn)

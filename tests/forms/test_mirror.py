@@ -1,5 +1,6 @@
 """`nn.mirror`: the same parameters, or other values, seen through a stop."""
 
+import functools
 from typing import Any
 
 import jax
@@ -389,3 +390,44 @@ def test_other_values_in_boxes_or_without(boxed):
     oracle.assert_same(mirrored, 3 * one)
     grads = jax.grad(lambda o: jnp.sum(net.apply(params, x, o)[1]))(other)
     assert not any(g.any() for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize('rngs', ['same', 'fresh'])
+def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> None:
+    class Grows(linen.Module):
+        @linen.compact
+        def __call__(self, x, more=False):
+            init = linen.initializers.normal()
+            x = x * self.param('a', init, (1, 4))
+            return x + self.param('b', init, (1, 4)) if more else x
+
+    class Model(linen.Module):
+        wrap: Any
+
+        @linen.compact
+        def __call__(self, x):
+            module = Grows()
+            return self.wrap(module)(x) + module(x, more=True)
+
+    plain = Model(lambda module: module).init(RNGS, X)
+    model = Model(functools.partial(nn.mirror, rngs=rngs))
+    assert_same(model.init(RNGS, X), plain)
+
+
+def test_views_of_views_draw_what_the_module_draws() -> None:
+    class Looks(linen.Module):
+        def setup(self):
+            self.drop = linen.Dropout(0.5, deterministic=False)
+
+        def once(self, x):
+            return self.drop(x)
+
+        def __call__(self, x):
+            return self.drop(x), nn.mirror(self).once(x)
+
+    module, x = Looks().bind({}, rngs=RNGS), jnp.ones(20)
+    drawn = [module.drop(x) for _ in range(3)]
+    assert not (drawn[0] == drawn[1]).all()
+    of_view, inner = nn.mirror(module), nn.mirror(nn.mirror(module.drop))
+    assert_same([of_view(x) for _ in range(3)], [(y, y) for y in drawn])
+    assert_same([inner(x) for _ in range(3)], drawn)

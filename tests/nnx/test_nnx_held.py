@@ -87,6 +87,7 @@ class WithoutPytree(Base, pytree=False):
 HELD = [CachedList, CachedModule, CachedVariable, Partial, BoundMethod, WithoutPytree]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('where', 'make'), [(False, Partial), *itertools.product(['body/*', True], HELD)]
 )
@@ -230,3 +231,17 @@ def test_a_walk_takes_each_module_once(monkeypatch):
     for _ in range(40):
         view, other = view.two, other.one
     oracle.assert_same(view.kernel[...], other.kernel[...])
+
+
+def test_objects_around_that_hold_no_layers():
+    class Model(Base):
+        def finish(self):
+            self.act, self.name = jax.nn.initializers.he_normal(), Plain('net')
+            self.table, self.kind = {'a': self.name}, Layer
+            self.loop = [1]
+            self.loop.append(self.loop)
+
+    model = Model()
+    model.finish()
+    view = nnx.stop_gradient(model, True)
+    assert view.table['a'] is view.name and view.loop[1] is view.loop

@@ -657,3 +657,16 @@ def test_lookahead_goes_around():
     for found in params:
         oracle.assert_same(found['a'], PAIR['a'])
         assert not np.array_equal(found['b'], PAIR['b'])
+
+
+def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit():
+    def update(updates, state, params=None):
+        raise ValueError('of its own')
+
+    tx = sg.freeze(optax.GradientTransformation(lambda p: {'m': p}, update), 'body')
+    params = {'body': 1.0, 'head': 2.0}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r'^of its own$'):
+        tx.update(params, state, params)
+    with pytest.raises(errors.StructureError, match='does not belong'):
+        tx.update(params, frozen_dict(state), params)

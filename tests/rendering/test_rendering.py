@@ -197,3 +197,11 @@ def assert_inside(pixels):
     """All that is written lies inside: the margin is empty."""
     for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
         assert np.all(edge == pixels[0, 0])
+
+
+def test_long_names_and_many_outputs_fit(monkeypatch, tmp_path):
+    names = [f'a_module_with_a_long_name/{"inner_" * 9}{n}x/w' for n in range(3)]
+    flow = report({f'{"loss_" * 6}{n}x': ['flows'] * 3 for n in range(0, 60, 2)}, names)
+    _, pixels = drawn(monkeypatch, tmp_path / 'flow.png', flow)
+    assert_inside(pixels)
+    assert 2000 < pixels.shape[1] <= 6100

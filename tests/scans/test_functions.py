@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen
 
+from benchmarks import few_bits
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle, programs
@@ -176,3 +177,10 @@ def test_a_block_around_the_scan_makes_all_layers_at_once() -> None:
     with pytest.warns(errors.ScanMemoryWarning, match=said) as caught, block:
         apply(model, adapters, weights, x)
     assert caught.pop().filename == __file__  # Matched whole in tests/errors.
+
+
+def test_the_benchmark_at_a_small_size() -> None:
+    found = few_bits.rows(64)
+    temporary = {name: size for name, (_, size) in found.items()}
+    block = temporary.pop('int8, a block around the scan')
+    assert len(set(temporary.values())) == 1 and block > temporary['float32'], found

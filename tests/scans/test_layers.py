@@ -463,3 +463,19 @@ def test_a_number_of_python_is_carried_in_the_dtype_of_the_layers():
     oracle.assert_same(value, grad(plain)[0])
     expected = grad(plain)[1]['params']['w'].at[:2].set(0)
     oracle.assert_same(grads['params']['w'], expected)
+
+
+@pytest.mark.parametrize(
+    'other', [lambda y: (y, y), lambda y: None, lambda y: jnp.stack([y, y])]
+)
+def test_another_carry_than_it_was_given_raises_as_in_flax(other):
+    class Carries(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            return other(x * self.param('w', linen.initializers.ones, ())), None
+
+    variables = {'params': {'w': jnp.ones(DEPTH)}}
+    for options in ({}, {'frozen_layers': slice(0, 1)}):
+        stack = nn.scan(Carries, length=DEPTH, **oracle.STACKED, **options)()
+        with pytest.raises(TypeError, match='carry input and carry output'):
+            stack.apply(variables, jnp.ones(()), None)

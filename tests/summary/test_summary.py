@@ -366,3 +366,31 @@ def test_each_row_of_paths_is_a_filter_of_what_stands_in_it():
     filters = map(sg.filters.as_filter, rows)
     taken = [one.path for where in filters for one in found if where(one.path)]
     assert sorted(taken) == sorted(one.path for one in found)
+
+
+class Attention(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.MultiHeadDotProductAttention(2, name='attention')(x)
+        return linen.Dense(4, name='output')(x)
+
+
+class Transformer(linen.Module):
+    """Layers that differ from one to the next, as in a model under fine-tuning."""
+
+    @linen.compact
+    def __call__(self, x):
+        for n in range(12):
+            with nn.stop_gradient('*/attention/query/**' if n % 2 else False):
+                x = Attention(name=f'encoder_layer_{n}')(x)
+        return linen.Dense(2, name='classifier')(x)
+
+
+def test_a_usual_model_is_read_on_a_screen_of_80_columns():
+    whole, fitting = shown(Transformer(), depth=None), shown(Transformer())
+    assert (len(whole), len(fitting)) == (4 + 86, 5 + 38)
+    assert max(map(len, whole)) <= 80
+    # No word is cut: classes with long names are left out.
+    names = ['parameters', 'trainable', 'gradient']
+    assert whole[0].split() == ['module', *names]
+    assert shown(Transformer(), depth=1)[0].split() == ['module', 'class', *names]

@@ -320,3 +320,36 @@ def test_sharded_arrays():
     new = {'rows': params['rows'] * 2.0}
     for before in (params, jax.device_get(params)):
         assert testing.moves(before, new).status_of('rows') == 'moves'
+
+
+def test_many_rows_are_counted():
+    rows = {'w': jnp.ones((20, 2))}
+    new = {'w': rows['w'].at[jnp.array([1, 3, 5, 6, 9, 12])].add(1.0)}
+    assert said(testing.moves(rows, new))['w'] == (
+        'partly',
+        'rows 0, 2, 4 and 11 more stand still',
+    )
+    new = {'w': rows['w'].at[:19].add(1.0)}
+    assert said(testing.moves(rows, new))['w'][1] == 'row 19 stands still'
+    # What drifts says so, and which rows do not.
+    grads = {'w': jnp.zeros((20, 2))}
+    assert said(testing.moves(rows, new, grads))['w'] == (
+        'drifts',
+        'row 19 stands still',
+    )
+
+
+def test_the_share_of_elements_that_change():
+    new = descends()(PARAMS, X)
+    some = {**new, 'tower': {'kernel': PARAMS['tower']['kernel'].at[0].add(1.0)}}
+    shares = [row['moved'] for row in testing.moves(PARAMS, some).rows()]
+    assert shares == [1.0, np.float32(1 / 3)]
+
+
+def test_a_mask_is_one_of_the_causes():
+    new = {**descends()(PARAMS, X), 'crown': PARAMS['crown']}
+    found = testing.moves(PARAMS, new, GRADS)
+    assert found.status_of('crown/bias') == 'stuck'
+    assert 'a mask, a rate of zero, or an update below the' in str(found)
+    with pytest.raises(AssertionError, match='crown/bias: it has a gradient and stays'):
+        testing.assert_moves_only(PARAMS, new, True, GRADS)

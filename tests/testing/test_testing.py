@@ -1,6 +1,7 @@
 """Assertions for users' tests: they pass, they fail, and the message says why."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -214,3 +215,13 @@ def test_leaves_without_a_gradient_are_free():
     with pytest.raises(errors.ArgumentTypeError, match=r'int32\[\]'):
         testing.assert_flows(flow, 'gln_0/**')
     testing.assert_stopped(flow, 'gln_0/**')
+
+
+def test_a_program_that_no_compiler_counts_is_counted_as_for_a_cpu():
+    """As for a GPU that is not there."""
+    compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile()
+    uncounted = types.SimpleNamespace(
+        cost_analysis=lambda: None, runtime_executable=compiled.runtime_executable
+    )
+    found = jaxprs.counts(compiled)
+    assert found['flops'] == jaxprs.counts(uncounted)['flops'] == 2 * 4**3

@@ -282,3 +282,24 @@ def test_a_cast_that_loses_integers_is_refused(dtype):
         lambda x: x if is_marked(x) else x.astype(dtype), params, is_leaf=is_marked
     )
     assert int(kept['n']) == 1001
+
+
+def test_copies():
+    n = jax.jit(lambda n: n)(ND(jnp.array([3, 4])))
+    for whole in (n, ND(3), ND('text')):
+        for twin in oracle.copies(whole):
+            assert type(twin.value) is type(whole.value)
+            assert np.array_equal(twin.value, whole.value)
+    shapes = jax.eval_shape(lambda n: n, n)
+    assert jax.tree.structure(shapes) == jax.tree.structure(n)
+    assert 'NonDifferentiable' in repr(jax.tree.map(jnp.shape, n))
+
+
+def test_a_key_is_given_by_its_value():
+    """The key itself raises, in the words of JAX."""
+    key, random = ND(jax.random.key(0)), jax.random
+    for draw in random.uniform, random.split, lambda key: random.fold_in(key, 1):
+        with pytest.raises(TypeError, match='PRNG key'):
+            draw(key)
+    assert float(random.uniform(key.value)) == float(random.uniform(random.key(0)))
+    assert key.ndim == 0
