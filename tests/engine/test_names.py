@@ -384,7 +384,6 @@ def test_a_question_of_a_tree_that_is_no_more_has_no_answer():
     assert third.is_new and third.number not in (first.number, second.number)
 
 
-# What is written, around a function.
 def _in(block: Any, step: Callable[[], Any]) -> Any:
     with block:
         return step()
@@ -394,6 +393,7 @@ def _keep(results: list[Any], run: Callable[[], Any]) -> None:
     results.append(run())
 
 
+# What is written, around a function.
 FORMS_OF_BLOCKS: dict[str, Callable[[Any, Any], Any]] = {
     'block': lambda where, step: _in(nn.stop_gradient(where), step),
     'train_only': lambda where, step: _in(nn.train_only(where), step),
