@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ _TABLES = re.compile(
 )
 # A hash of the program before it was optimized, of its names too.
 _FINGERPRINT = re.compile(r'\bfingerprint\w*="[^"]*",?')
+_SETTINGS = re.compile(r'(?<=backend_config=)\{.*')
 # Parameters stand anywhere in a computation.
 _PARAMETER = re.compile(r'\s+(?:ROOT )?%[\w.-]+ = [^"]* parameter\((\d+)\)')
 
@@ -56,6 +58,10 @@ def assert_same_program(
     Note:
         A program returns a flat list: functions that return ``(a, b)`` and
         ``{'a': a, 'b': b}`` have the same one.
+
+        While XLA compiles for a GPU that is there, it tries kernels and takes the
+        fastest, so equal functions may get different ones. Set
+        ``XLA_FLAGS=--xla_gpu_autotune_level=0`` before JAX starts.
     """
     one, other = (_compiled(fn, *args, **kwargs) for fn in (f, g))
     if one.text != other.text:
@@ -115,6 +121,7 @@ def _text_of(compiled: Any) -> str:
     text = _TABLES.sub('', jaxprs.program_text(compiled))
     # The head of a computation repeats the names of its parameters.
     text = re.sub(r'\b[\w.-]+: (?=[a-z]+\d*\[|\()', '', text)
+    text = _SETTINGS.sub(_in_order, text)
     head, *lines = _FINGERPRINT.sub('', text).split('\n')
     text = '\n'.join([head, *_parameters_first(lines)])
     names: dict[str, str] = {}
@@ -122,6 +129,15 @@ def _text_of(compiled: Any) -> str:
         r'%[\w.-]+', lambda m: names.setdefault(m.group(), f'%{len(names)}'), text
     )
     return re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
+
+
+def _in_order(rest: re.Match[str]) -> str:
+    """Sorts the settings of an instruction; the compiler of a GPU does not always."""
+    try:
+        settings, end = json.JSONDecoder().raw_decode(rest[0])
+    except json.JSONDecodeError:  # Not of XLA: those of Triton are in MLIR.
+        return rest[0]
+    return json.dumps(settings, sort_keys=True) + rest[0][end:]
 
 
 def _parameters_first(lines: list[str]) -> list[str]:

@@ -81,6 +81,20 @@ def test_where_parameters_stand_and_fingerprints_are_no_part_of_a_program(monkey
     assert one != hlo(monkeypatch, swapped)
 
 
+def test_the_settings_of_an_instruction_have_no_order(monkeypatch):
+    """A GPU's program in JAX's cache has those of a loop the other way round."""
+    loop = 'ROOT %%l = f32[] while(), body=%%b, backend_config=%s, metadata={"}"}'
+    one = loop % '{"known_trip_count":{"n":"4"},"dynamic_variables":[]}'
+    other = loop % '{"dynamic_variables":[],"known_trip_count":{"n":"4"}}'
+    texts = [hlo(monkeypatch, f'HloModule m\n{text}') for text in (one, other)]
+    assert texts[0] == texts[1]
+    assert texts[0] != hlo(monkeypatch, f'HloModule m\n{one}'.replace('4', '5'))
+    # Those of a kernel of Triton are no JSON.
+    kernel = loop % '{grid_x = 4 : i32, name = "a"}'
+    text = hlo(monkeypatch, f'HloModule m\n{kernel}')
+    assert 'backend_config={grid_x = 4 : i32, name = "a"}, metadata={"}"}' in text
+
+
 def test_constants_are_part_of_a_program():
     """HLO as text leaves out the values of all but the smallest."""
     one = np.arange(16, dtype=np.float32) ** 2
