@@ -97,7 +97,9 @@ COMPILERS = {
 
 
 def accelerators(*args):
-    """Compile for absent devices: [tpu|cuda] [--smoke] [--topology T] [--only R]."""
+    """Compile for absent devices: [tpu|cuda] [--smoke] [--only R]; run on one: here."""
+    if 'here' in args:
+        return run(development_env(), '-m', 'benchmarks.accelerators', *args)
     options = [arg for arg in args if arg not in COMPILERS]
     results = {}
     for name in [arg for arg in args if arg in COMPILERS] or COMPILERS:

@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -155,6 +155,32 @@ class Step:
     def programs(self) -> list[Program]:
         """The compiled programs."""
         return [compiled() for compiled in self._compiled]
+
+    def runner(
+        self, params: Any, optimizer: Any, inputs: Sequence[jax.Array]
+    ) -> Callable[[], Any]:
+        """Returns a function that runs one training step, and goes on from the last.
+
+        Args:
+            params: the first parameters; they are donated.
+            optimizer: the first state of the optimizer; it is donated.
+            inputs: the inputs of the loss.
+        """
+        held = [params, optimizer, self.trainer.state]
+        programs = [program.run for program in self.programs]
+
+        def run() -> Any:
+            params, optimizer, state = held
+            if self.trainer.one_jit:
+                done = programs[0](optimizer, params, state, *inputs)
+                (_, state), params, optimizer = done
+            else:
+                (_, state), grads = programs[0](params, state, *inputs)
+                params, optimizer = programs[1](grads, optimizer, params)
+            held[:] = params, optimizer, state
+            return held
+
+        return run
 
     def cost(self, hands: Mapping[str, str]) -> Cost:
         """Returns what the step costs; waits for the compiled programs.

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen
 
 from benchmarks.compiled import shapes
@@ -18,7 +19,8 @@ from benchmarks.timing import interleaved
 from flax_sg import linen as nn
 
 DEPTH, WIDTH, RANK, BATCH = 16, 256, 4, 8
-X = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+# Not of JAX, which would ask for a device when this file is imported.
+X = np.random.default_rng(0).standard_normal((BATCH, WIDTH), np.float32)
 
 
 class Adapted(linen.Module):

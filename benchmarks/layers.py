@@ -24,7 +24,8 @@ from flax_sg import linen as nn
 
 DEPTH, FROZEN, WIDTH, BATCH = 16, 12, 256, 512
 ROUNDS = 11
-X = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+# Not of JAX, which would ask for a device when this file is imported.
+X = np.random.default_rng(0).standard_normal((BATCH, WIDTH), np.float32)
 Loss = Callable[[Any], jax.Array]
 
 

@@ -88,7 +88,7 @@ def measured(work: Workload, effort: Effort) -> dict[str, Figures | str]:
     )
     times = ratios(
         interleaved(
-            {name: _runner(step, data) for name, step in steps.items()},
+            {name: _timed(step, data) for name, step in steps.items()},
             effort.steps,
             effort.seconds,
             effort.warm,
@@ -108,25 +108,10 @@ def _lower(rival: Rival, work: Workload, data: Data) -> None:
     jax.jit(trainer.gradient).lower(trainer.params, trainer.state, *data.inputs)
 
 
-def _runner(step: Step, data: Data) -> Callable[[], Any]:
-    """Returns a function that runs one training step."""
+def _timed(step: Step, data: Data) -> Callable[[], Any]:
     # Steps donate their buffers, so copy the parameters.
     params = jax.tree.map(jnp.copy, step.trainer.params)
     optimizer = jax.tree.map(
         lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), step.optimizer
     )
-    held = [params, optimizer, step.trainer.state]
-    programs = [program.run for program in step.programs]
-
-    def run() -> Any:
-        params, optimizer, state = held
-        if step.trainer.one_jit:
-            done = programs[0](optimizer, params, state, *data.inputs)
-            (_, state), params, optimizer = done
-        else:
-            (_, state), grads = programs[0](params, state, *data.inputs)
-            params, optimizer = programs[1](grads, optimizer, params)
-        held[:] = params, optimizer, state
-        return held
-
-    return run
+    return step.runner(params, optimizer, data.inputs)

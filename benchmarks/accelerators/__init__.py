@@ -1,1 +1,1 @@
-"""Programs for accelerators that are not there, made by their own compilers."""
+"""Programs for accelerators, there or not, made by their own compilers."""

@@ -1,4 +1,7 @@
-"""``python -m benchmarks.accelerators`` compiles for devices that are not there."""
+"""``python -m benchmarks.accelerators`` compiles for devices that are not there.
+
+With ``here``, the largest programs are compiled for the device that is there, and run.
+"""
 
 import argparse
 import itertools
@@ -39,11 +42,22 @@ def studies(
     """Returns the studies of a platform, by their names.
 
     Args:
-        platform: ``'tpu'`` or ``'cuda'``.
+        platform: ``'tpu'``, ``'cuda'`` or ``'here'``.
         topology: the one topology to compile for; None for all.
         only: a regular expression for names of cases.
         small: whether to take small models on few devices.
     """
+    if platform == compilers.HERE:
+        device = compilers.compiler(platform)
+        one = {device: device}
+        if small:
+            tiny = {'tiny': Decoder(4, 64)}
+            return {'scale': lambda: scale.rows(platform, [*one], only, tiny, 16)}
+        return {
+            'kernels': lambda: kernels.rows(platform, one, only),
+            'memories': lambda: memories.rows(platform, one, only),
+            'scale': lambda: scale.rows(platform, [*one], only),
+        }
     every = {topology: topology} if topology else compilers.CHIPS[platform]
     one = dict([next(iter(every.items()))])
     several = [topology] if topology else FEW[platform]
@@ -76,6 +90,8 @@ def studies(
 
 def wanted(platform: str) -> dict[str, list[tuple[str, str]]]:
     """Returns the devices and cases of the studies, to say what was not run."""
+    if platform == compilers.HERE:
+        return {}
     works = [work.name for work in workloads.workloads(workloads.SMALL)]
     every = [*compilers.CHIPS[platform]]
     found: dict[str, tuple[Iterable[str], Iterable[str]]] = {
@@ -97,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog='python -m benchmarks.accelerators', description=__doc__
     )
-    parser.add_argument('platform', choices=compilers.PACKAGES)
+    parser.add_argument('platform', choices=[*compilers.PACKAGES, compilers.HERE])
     parser.add_argument(
         '--study', metavar='REGEX', default='', help='studies with such a name'
     )

@@ -1,7 +1,8 @@
 """The compilers of accelerators, which run on any CPU, and what they compile for.
 
 A chip that is not there has no arrays. Programs are compiled for shapes that name its
-devices: ``jax.ShapeDtypeStruct(..., sharding=...)``.
+devices: ``jax.ShapeDtypeStruct(..., sharding=...)``. The platform ``HERE`` is the
+device that is there, on which programs run, too.
 """
 
 import os
@@ -15,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 # The package that holds the compiler, and the smallest topology with each chip, by
 # platform. A CUDA topology is slices x hosts x devices.
+HERE = 'here'
 PACKAGES = {'tpu': 'libtpu', 'cuda': 'jax-cuda12-pjrt'}
 CHIPS = {
     'tpu': {
@@ -52,8 +54,6 @@ dnn_version_info { major: 9 minor: 7 }
 runtime_version { major: 12 minor: 8 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-# A plugin that finds no device must not be asked for one.
-jax.config.update('jax_platforms', 'cpu')
 
 
 class NoCompilerError(Exception):
@@ -63,9 +63,15 @@ class NoCompilerError(Exception):
 def compiler(platform: str) -> str:
     """Returns the name and version of a platform's compiler, as 'libtpu 0.0.42'.
 
+    Of ``HERE`` it is the name of the device.
+
     Raises:
         NoCompilerError: it is not installed.
     """
+    if platform == HERE:
+        return jax.devices()[0].device_kind
+    # A plugin that finds no device must not be asked for one.
+    jax.config.update('jax_platforms', 'cpu')
     package = PACKAGES[platform]
     try:
         return f'{package} {metadata.version(package)}'
@@ -79,12 +85,14 @@ def devices(platform: str, topology: str) -> Sequence[Any]:
     """Returns devices that programs can be compiled for.
 
     Args:
-        platform: ``'tpu'`` or ``'cuda'``.
+        platform: ``'tpu'`` or ``'cuda'``; or ``HERE``.
         topology: such as ``'v5e:2x2'``, or ``'1x1x4'`` for four H100s.
 
     Raises:
         NoCompilerError: the compiler is missing, or does not know the topology.
     """
+    if platform == HERE:
+        return jax.devices()[:1]
     name = compiler(platform)
     # Without a device, libtpu would ask the network which machine of a pod this is.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')

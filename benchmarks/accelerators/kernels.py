@@ -21,6 +21,8 @@ CASES = {
 
 def flash(platform: str) -> Any:
     """Flash attention in Pallas: by Mosaic for a TPU, by Triton for a GPU."""
+    if platform == compilers.HERE:
+        platform = jax.default_backend()
     if platform == 'tpu':
         from jax.experimental.pallas.ops.tpu import flash_attention
 
@@ -59,4 +61,5 @@ def rows(
         for chip, topology in chips.items():
             device = compilers.devices(platform, topology)[0]
             place = functools.partial(compilers.on, device)
-            yield from measured(chip, case, makers, data.inputs, place)
+            timed = platform == compilers.HERE
+            yield from measured(chip, case, makers, data.inputs, place, timed=timed)

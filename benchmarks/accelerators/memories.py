@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 import flax_sg as sg
 from benchmarks import spellings
-from benchmarks.accelerators import compilers
+from benchmarks.accelerators import compilers, times
 from benchmarks.accelerators.models import ADAPTED, BACKBONE, RANK, Decoder
 from benchmarks.accelerators.rows import Row, row_of
 from benchmarks.accelerators.sharded import data_of
@@ -45,13 +45,19 @@ def rows(platform: str, chips: Mapping[str, str], only: str) -> Iterator[Row]:
             if not re.search(only, case):
                 continue
             if device.addressable_memories():
-                yield from _case(chip, case, device, module, frozen)
+                timed = platform == compilers.HERE
+                yield from _case(chip, case, device, module, frozen, timed)
             else:
                 yield Row(chip, case, 'every way', note=NO_MEMORIES)
 
 
 def _case(
-    chip: str, case: str, device: Any, module: Decoder, frozen: Selection
+    chip: str,
+    case: str,
+    device: Any,
+    module: Decoder,
+    frozen: Selection,
+    timed: bool,
 ) -> Iterator[Row]:
     data = data_of(module, 4, 128)
     place = functools.partial(placed, device)
@@ -64,8 +70,12 @@ def _case(
         compiled = jitted.lower(trained, state, rest, *inputs).compile()
         texts[way] = optimized_hlo(compiled)
         kind = 'stops' if texts[way] == texts['stops by hand'] else 'other'
-        row = row_of(chip, case, way, [compiled])
-        yield dataclasses.replace(row, program=kind)
+        row = dataclasses.replace(row_of(chip, case, way, [compiled]), program=kind)
+        if timed:
+            carried = times.arrays(trained), times.arrays(state, zeros=True)
+            fixed = times.arrays((rest, *inputs))
+            row = dataclasses.replace(row, step=times.of_loop(compiled, carried, fixed))
+        yield row
 
 
 def _steps(work: Workload) -> dict[str, Callable[..., Any]]:

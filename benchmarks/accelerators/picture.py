@@ -1,4 +1,4 @@
-"""Draws the memory of a training step on each chip as a bar chart, by way to freeze."""
+"""Draws the memory or the time of a training step as a bar chart, by way to freeze."""
 
 import re
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from benchmarks.accelerators.rows import Row
 from benchmarks.picture import MASKS, OTHERS, OURS, STYLE
 
-# The case, and the label and the colour of each bar, by way to freeze.
+# The devices that are not there, the case, and the label and the colour of each bar, by
+# way to freeze.
 TOPOLOGY, CASE = 'v5e:16x16', '8 billion, backbone frozen'
-TITLE = (
-    'Training step of 8 billion parameters, frozen backbone\n'
-    'GB on each of 256 TPU v5e; dotted: the memory of a chip'
-)
+TITLE = 'Training step of 8 billion parameters, frozen backbone\n'
+MEMORY = 'GB on each of 256 TPU v5e; dotted: the memory of a chip'
+TIME = 'ms on one {}'
 BARS = {
     'stops by hand': ('jax.lax.stop_gradient by hand', OTHERS),
     'flax_sg block': ('flax_sg: nn.stop_gradient', OURS),
@@ -31,25 +31,35 @@ _TOO_MUCH = re.compile(r'needs (?P<used>[\d.]+)G')
 
 
 def save(path: Path, rows: Sequence[Row]) -> None:
-    """Draws the chart of one case at scale.
+    """Draws the chart of one case at scale: the time, where a step ran.
 
     Args:
         path: the file.
         rows: the rows of the study.
     """
-    ways = {r.way: r for r in rows if (r.topology, r.case) == (TOPOLOGY, CASE)}
+    timed = [row for row in rows if row.step]
+    topology = timed[0].topology if timed else TOPOLOGY
+    ways = {r.way: r for r in rows if (r.topology, r.case) == (topology, CASE)}
     bars = [(*BARS[way], ways[way]) for way in BARS if way in ways]
+    what = TIME.format(topology) if timed else MEMORY
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 1.1 + 0.3 * len(bars)), layout='constrained')
         axes: Any = figure.subplots()
         for y, (name, color, row) in enumerate(bars):
-            found = _TOO_MUCH.match(row.note)
-            size = float(found['used']) * 2**30 / 1e9 if found else row.peak / 1e9
+            size = _size(row)
             axes.barh(y, size, color=color)
-            axes.text(size + 0.4, y, f'{size:.1f}', va='center')
-            axes.text(-0.4, y, name, va='center', ha='right')
-        axes.axvline(CHIP, color='#333333', lw=0.8, ls=':')
+            axes.text(size, y, f' {size:.1f}', va='center')
+            axes.text(0, y, f'{name} ', va='center', ha='right')
+        if not timed:
+            axes.axvline(CHIP, color='#333333', lw=0.8, ls=':')
         axes.set(xticks=[], yticks=[])
         axes.invert_yaxis()
-        figure.suptitle(TITLE, x=0.01, ha='left', fontsize=11)
+        figure.suptitle(TITLE + what, x=0.01, ha='left', fontsize=11)
         figure.savefig(path, metadata={'Date': None})
+
+
+def _size(row: Row) -> float:
+    if row.step:
+        return 1000 * row.step
+    found = _TOO_MUCH.match(row.note)
+    return float(found['used']) * 2**30 / 1e9 if found else row.peak / 1e9

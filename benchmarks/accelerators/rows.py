@@ -1,7 +1,9 @@
 """What a step costs on devices that are not there: rows, and how they are made."""
 
+import concurrent.futures
 import dataclasses
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +11,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.accelerators import times
 from benchmarks.compiled import Compiler, Step, hands, peak
 from benchmarks.trainers import Trainer, UnableError
 from flax_sg.internals import jaxprs
@@ -24,6 +27,8 @@ _UNABLE = UnableError.__name__, TypeError.__name__, 'ShardingTypeError'
 _TOO_MUCH = (
     re.compile(r'Used (?P<used>[\d.]+\w) of (?P<there>[\d.]+\w) hbm'),
     re.compile(r'temporaries \((?P<used>[\d.]+\w)\) exceeds .*\((?P<there>[\d.]+\w)\)'),
+    # When a program runs.
+    re.compile(r'[Oo]ut of memory.* allocate (?P<used>[\d.]+ ?\w+)(?P<there>)'),
 )
 
 
@@ -46,7 +51,8 @@ class Row:
         estimate: seconds, as the compiler of a TPU estimates them. None where it does
             not, and for programs with loops, of which it counts one turn.
         collectives: how many there are in the text, and their bytes, by kind.
-        trace: seconds to trace and lower.
+        trace: seconds to trace and lower, while nothing compiles.
+        step: seconds of a step, on a device that is there.
         note: why there are no figures.
     """
 
@@ -63,6 +69,7 @@ class Row:
     estimate: float | None = None
     collectives: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     trace: float | None = None
+    step: float | None = None
     note: str = ''
 
 
@@ -73,6 +80,7 @@ def measured(
     inputs: Any,
     place: Callable[[Any], Any],
     rounds: int = 1,
+    timed: bool = False,
 ) -> Iterator[Row]:
     """Makes the rows of a case, one for each way to freeze.
 
@@ -83,11 +91,13 @@ def measured(
         inputs: the inputs of the loss.
         place: makes shapes of a tree of arrays, on the devices.
         rounds: how often each step is traced, in turns; the shortest time counts.
+        timed: whether the devices are there, so that steps run.
     """
     steps: dict[str, Step] = {}
     traces: dict[str, float] = {}
     notes: dict[str, str] = {}
-    compiler = Compiler()
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count()) if timed else None
+    compiler = Compiler(pool)
     for way, make in [*makers.items()] * rounds:
         start = time.process_time()
         try:
@@ -98,11 +108,16 @@ def measured(
             notes[way] = str(reason).partition('\n')[0]
         seconds = time.process_time() - start
         traces[way] = min(traces.get(way, seconds), seconds)
+    if pool:
+        pool.shutdown()  # Compiling would disturb what is timed.
     by_hand: dict[str, str] = {}
     for way in makers:
+        seconds = None
         if way in steps:
             try:
                 programs = steps[way].programs
+                if timed:
+                    seconds = times.of_step(steps[way], place, inputs)
             except jax.errors.JaxRuntimeError as error:
                 notes[way] = _too_much(str(error))
         if way in notes:
@@ -111,7 +126,10 @@ def measured(
         by_hand = {**hands({way: steps[way]}), **by_hand}
         row = row_of(topology, case, way, [program.run for program in programs])
         kind = by_hand.get(programs[0].text, 'other')
-        yield dataclasses.replace(row, program=kind, trace=traces[way])
+        if timed:
+            yield dataclasses.replace(row, program=kind, step=seconds)
+        else:
+            yield dataclasses.replace(row, program=kind, trace=traces[way])
 
 
 def row_of(topology: str, case: str, way: str, programs: list[Any]) -> Row:
@@ -173,5 +191,6 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
 def _too_much(message: str) -> str:
     for pattern in _TOO_MUCH:
         if found := pattern.search(message):
-            return f'needs {found["used"]} of {found["there"]}'
+            there = found['there'] or 'what is left'
+            return f'needs {found["used"]} of {there}'
     raise RuntimeError(message)

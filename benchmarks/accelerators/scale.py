@@ -173,12 +173,15 @@ def rows(
                     specs = placement.specs(mesh, data.params)
                     place = functools.partial(placed, mesh, specs)
                     behind_clip = 'optax mask' if 'optax mask' in makers else LATE
-                    makers = {
-                        **makers,
-                        f'{behind_clip}, gradient constrained': constrained(
-                            makers[behind_clip], place
-                        ),
-                    }
+                    if len(devices) > 1:
+                        late = constrained(makers[behind_clip], place)
+                        makers = {
+                            **makers,
+                            f'{behind_clip}, gradient constrained': late,
+                        }
+                    timed = platform == compilers.HERE
                     yield from measured(
-                        topology, case, makers, data.inputs, place, rounds=3
+                        *(topology, case, makers, data.inputs, place),
+                        rounds=3,
+                        timed=timed,
                     )

@@ -21,13 +21,17 @@ STUDIES = {
 }
 HAND, MASK = 'stops by hand, one jit', 'optax mask, one jit, clip'
 HEAD = 'way to freeze|program|MFLOP|MB accessed|MB arguments|MB temporary|MB peak'
-HEAD += '|MB in the host|collectives (MB)|seconds to trace'
+HEAD += '|MB in the host|collectives (MB)|seconds to trace|ms a step'
 NOTES = """\
-No device was there: the programs are those of its compiler, and no step was timed.
-Flops and bytes are of one device, and of one turn of each loop. The estimate is that
-of the TPU's compiler, for programs without loops. For a GPU that is not there XLA
-counts the flops of its optimized program. *stops* and *partition* are the programs by
-hand. The [README](../../README.md) says what the ways to freeze are."""
+Flops and bytes are of one device, and of one turn of each loop. For a GPU XLA counts
+the flops of its optimized program. *stops* and *partition* are the programs by hand.
+The [README](../../README.md) says what the ways to freeze are."""
+ABSENT = """\
+No device was there: the programs are those of its compiler, and no step was timed. The
+estimate is that of the TPU's compiler, for programs without loops."""
+THERE = """\
+The steps ran: a time is the median of fifteen. While XLA compiles for a GPU, it tries
+kernels and takes the fastest, so equal programs may differ in kernels (*other*)."""
 NOT_RUN = (
     'For want of time: one program at scale takes minutes to compile on two cores.'
 )
@@ -45,13 +49,14 @@ def write(
         compiler: its name and version.
         wanted: devices and cases by study. Those without rows are named at the end.
     """
-    lines = [f'# {compiler}', '', f'jax {jax.__version__}. {NOTES}', '']
+    told = ABSENT if wanted else THERE
+    lines = [f'# {compiler}', '', f'jax {jax.__version__}. {told} {NOTES}', '']
     for study, title in STUDIES.items():
         rows = results.read(folder / f'{study}.json')
         if rows:
             lines += [f'## {title}', '']
             if study == 'scale':
-                lines += ['![Memory of a training step on each chip](scale.svg)', '']
+                lines += ['![A training step of 8 billion parameters](scale.svg)', '']
             lines += _chips(rows) if study in ('programs', 'chips') else _cases(rows)
     lines += _not_run(folder, wanted)
     (folder / 'README.md').write_text('\n'.join(lines).rstrip() + '\n')
@@ -151,6 +156,7 @@ def _cells(row: Row) -> list[str]:
         f'{row.host / 1e6:,.4g}' if row.host else '',
         ', '.join(moved),
         f'{row.trace:.2f}' if row.trace else '',
+        f'{1000 * row.step:,.1f}' if row.step else '',
     ]
 
 

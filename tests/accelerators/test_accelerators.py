@@ -17,7 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_sg as sg
 from benchmarks import trainers
-from benchmarks.accelerators import compilers, kernels, results, rows, sharded, tables
+from benchmarks.accelerators import (
+    compilers,
+    kernels,
+    picture,
+    results,
+    rows,
+    scale,
+    sharded,
+    tables,
+)
 from benchmarks.accelerators.models import BACKBONE, Decoder
 from benchmarks.accelerators.rows import Row
 from benchmarks.accelerators.sharded import data_of
@@ -157,6 +166,23 @@ def test_what_a_step_returns_is_where_it_was(one_jit):
         leaves = jax.tree.leaves(before), jax.tree.leaves(after)
         for leaf, sharding in zip(*leaves, strict=True):
             assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+
+
+def test_on_a_device_that_is_there_steps_run(tmp_path):
+    device = compilers.compiler(compilers.HERE)
+    model = {'8 billion': Decoder(2, 8, 2, 16)}
+    only = 'backbone frozen'
+    found = [*scale.rows(compilers.HERE, [device], only, model, tokens=4)]
+    assert all(row.step and not row.trace for row in found)
+    programs = {row.way: row.program for row in found}
+    assert programs['flax_sg block'] == programs['stops by hand'] == 'stops'
+    assert programs['optax mask'] == 'other'
+    results.keep(tmp_path / 'scale.json', found)
+    tables.write(tmp_path, device, {})
+    page = (tmp_path / 'README.md').read_text()
+    assert '| MB peak | ms a step |' in page and 'The steps ran' in page
+    picture.save(tmp_path / 'scale.svg', found)
+    assert f'ms on one {device}' in (tmp_path / 'scale.svg').read_text()
 
 
 def test_collectives_are_counted_by_kind_and_bytes():
