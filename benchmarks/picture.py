@@ -3,6 +3,7 @@
 ``python -m benchmarks.picture`` redraws charts and pages from the stored results.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +57,43 @@ def save(path: Path, results: report.Results) -> None:
         ((*BARS[way], found.step) for way, found in shown if way in BARS),
         key=lambda bar: bar[2].median,
     )
+    title = (
+        f'Time of a training step: {workload}\n'
+        f'relative to stops by hand, quartiles; {results.device}'
+    )
+    draw(path, title, [(n, c, (s.low, s.median, s.high)) for n, c, s in bars], 1.0)
+
+
+def draw(
+    path: Path,
+    title: str,
+    bars: Sequence[tuple[str, str, tuple[float, float, float]]],
+    line: float | None = None,
+    form: str = '.2f',
+) -> None:
+    """Draws a bar chart.
+
+    Args:
+        path: the file.
+        title: stands above it.
+        bars: the label, the colour and the quartiles of each.
+        line: where to draw a dotted line.
+        form: how numbers are written.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 1.1 + 0.3 * len(bars)), layout='constrained')
         axes: Any = figure.subplots()
-        for y, (name, color, step) in enumerate(bars):
-            reach = [[step.median - step.low], [step.high - step.median]]
-            axes.barh(y, step.median, xerr=reach, color=color, ecolor='#333333')
-            axes.text(step.high + 0.06, y, f'{step.median:.2f}', va='center')
-            axes.text(-0.06, y, name, va='center', ha='right')
-        axes.axvline(1, color='#333333', lw=0.8, ls=':')
-        axes.set(xticks=[], yticks=[], xlim=(0, 1.15 * max(b[2].high for b in bars)))
+        for y, (name, color, (low, size, high)) in enumerate(bars):
+            reach = [[size - low], [high - size]] if low < high else None
+            axes.barh(y, size, xerr=reach, color=color, ecolor='#333333')
+            axes.text(high, y, f' {size:{form}}', va='center')
+            axes.text(0, y, f'{name} ', va='center', ha='right')
+        if line is not None:
+            axes.axvline(line, color='#333333', lw=0.8, ls=':')
+        largest = max((high for _, _, (_, _, high) in bars), default=1.0)
+        axes.set(xticks=[], yticks=[], xlim=(0, 1.15 * largest))
         axes.invert_yaxis()
-        figure.suptitle(
-            f'Time of a training step: {workload}\n'
-            f'relative to stops by hand, quartiles; {results.device}',
-            x=0.01,
-            ha='left',
-            fontsize=11,
-        )
+        figure.suptitle(title, x=0.01, ha='left', fontsize=11)
         figure.savefig(path, metadata={'Date': None})
 
 

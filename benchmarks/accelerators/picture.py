@@ -3,13 +3,9 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-from matplotlib.figure import Figure
 
 from benchmarks.accelerators.rows import Row
-from benchmarks.picture import MASKS, OTHERS, OURS, STYLE
+from benchmarks.picture import MASKS, OTHERS, OURS, draw
 
 # The devices that are not there, the case, and the label and the colour of each bar, by
 # way to freeze.
@@ -40,22 +36,12 @@ def save(path: Path, rows: Sequence[Row]) -> None:
     timed = [row for row in rows if row.step]
     topology = timed[0].topology if timed else TOPOLOGY
     ways = {r.way: r for r in rows if (r.topology, r.case) == (topology, CASE)}
-    bars = [(*BARS[way], ways[way]) for way in BARS if way in ways]
-    what = TIME.format(topology) if timed else MEMORY
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 1.1 + 0.3 * len(bars)), layout='constrained')
-        axes: Any = figure.subplots()
-        for y, (name, color, row) in enumerate(bars):
-            size = _size(row)
-            axes.barh(y, size, color=color)
-            axes.text(size, y, f' {size:.1f}', va='center')
-            axes.text(0, y, f'{name} ', va='center', ha='right')
-        if not timed:
-            axes.axvline(CHIP, color='#333333', lw=0.8, ls=':')
-        axes.set(xticks=[], yticks=[])
-        axes.invert_yaxis()
-        figure.suptitle(TITLE + what, x=0.01, ha='left', fontsize=11)
-        figure.savefig(path, metadata={'Date': None})
+    sizes = {way: _size(ways[way]) for way in BARS if way in ways}
+    bars = [(*BARS[way], (size, size, size)) for way, size in sizes.items()]
+    if timed:
+        draw(path, TITLE + TIME.format(topology), bars, form='.1f')
+    else:
+        draw(path, TITLE + MEMORY, bars, CHIP, '.1f')
 
 
 def _size(row: Row) -> float:
