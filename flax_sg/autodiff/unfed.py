@@ -2,7 +2,7 @@
 
 ``wrt='encoder/**'`` for a model that stops the gradient of the encoder gives zeros. The
 leaves go through an identity function: JAX calls its backward rule with the cotangents
-that there are, while it traces. So this costs no run time, and asks nothing again.
+that there are, while it traces. So this costs no run time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -
         fed: the positions of those that got a cotangent.
     """
     told = set[int]()
-    for part in (where, *where.parts, *where.atoms) if len(fed) < len(live) else ():
+    parts = dict.fromkeys((where, *where.parts, *where.atoms))
+    for part in parts if len(fed) < len(live) else ():
         taken = [n for n, path in enumerate(live) if part(path)]
         if not (told.issuperset(taken) or fed.intersection(taken)):
             told.update(taken)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from flax_sg.filters.predicates import describe
-from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.trees.leaves import leaves_of
 
@@ -44,9 +44,5 @@ def watched(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def _values(args: Any) -> list[Any]:
     """The leaves of all models of NNX in some arguments."""
-    nodes = jax.tree.leaves(args, is_leaf=_is_model)
-    return [x for node in nodes if _is_model(node) for x in leaves_of(node).values]
-
-
-def _is_model(node: Any) -> bool:
-    return is_of_nnx(type(node), 'Module')
+    nodes = jax.tree.leaves(args, is_leaf=is_nnx_model)
+    return [x for node in nodes if is_nnx_model(node) for x in leaves_of(node).values]

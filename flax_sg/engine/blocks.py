@@ -48,7 +48,7 @@ class Block:
         place: the line of the user's program that opened the block.
         decisions: the path of each variable met so far, and the filter's answer.
         collections: the collections met so far.
-        uncovered: variables of trees that have ended, and that are not covered.
+        uncovered: variables of trees that are not covered.
         took: whether the filter has had an effect on what was read.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
             function called in the block; see ``late_rules.py``.
@@ -217,20 +217,10 @@ def begin(top: Scope, depth: int) -> Root:
     if thread.doubts is not None:
         root.setups.made_in, root.setups.is_new = thread.blocks, True
     roots.carry(top, root)
-    return _used(root)
+    return used(root)
 
 
-def within(outer: Root, inner: Scope, covered: tuple[Block, ...]) -> Root:
-    """Makes the root of a body, whose transform was called in blocks, for a scope."""
-    return _used(outer.within(covered, inner))
-
-
-def again(outer: Root) -> Root:
-    """Makes the root for a second run of ``setup`` in the open blocks."""
-    return _used(outer.as_scratch(thread.blocks))
-
-
-def _used(root: Root) -> Root:
+def used(root: Root) -> Root:
     """A root that begins in the open blocks, which do not keep it alive."""
     for block in thread.blocks:
         block.meet(root, is_older=False)

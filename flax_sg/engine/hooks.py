@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -20,9 +21,7 @@ from flax_sg.engine import (
     writes,
 )
 from flax_sg.internals import modules, patching
-
-_MISSING = object()
-
+from flax_sg.trees.variables import MISSING
 
 # What Flax and JAX do without hooks.
 _original = patching.originals
@@ -32,8 +31,8 @@ def _get_variable(self: Scope, col: str, name: str, default: Any = None) -> Any:
     open_blocks = blocks.active()
     if not open_blocks:
         return _original['get_variable'](self, col, name, default)
-    value = _original['get_variable'](self, col, name, _MISSING)
-    if value is _MISSING:
+    value = _original['get_variable'](self, col, name, MISSING)
+    if value is MISSING:
         return default
     key = (col, (*self.path, name))
     return views.view(blocks.root_of(self), open_blocks, key, value)
@@ -83,7 +82,7 @@ def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
 @contextlib.contextmanager
 def _temporary(self: Scope) -> Generator[Scope]:
     """Counts the applies that run, and judges blocks when one ends."""
-    thread, mark = blocks.thread, object()
+    thread, mark, handled = blocks.thread, object(), sys.exception()
     try:
         thread.applies.append(mark)
         thread.applies_changed()
@@ -93,7 +92,7 @@ def _temporary(self: Scope) -> Generator[Scope]:
         if mark in thread.applies:
             thread.applies.remove(mark)
         thread.applies_changed()
-        judgement.settle(blocks.root_of(self))
+        judgement.settle(blocks.root_of(self), handled)
 
 
 def _bind_to_apply(*args: Any, **kwargs: Any) -> Scope:

@@ -8,6 +8,7 @@ nothing that was read: perhaps what it names was computed a line before.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -105,8 +106,9 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
     elif error and block.tree is None and not paths and where.atoms:
         error = _nothing_read(block)
     inside = [ask.path_of(facts) for facts in block.uncovered] if error else []
-    if inside and len(ask.matched_by([*paths, *inside])) == len(where.atoms):
-        error = _only_inside(block)
+    with contextlib.suppress(Exception):  # A filter need not know what is not covered.
+        if inside and len(ask.matched_by([*paths, *inside])) == len(where.atoms):
+            error = _only_inside(block)
     if error:  # A traceback may show another line.
         error.add_note(f'From {block.rewrite!r}, opened at {block.place}.')
     return error
@@ -135,18 +137,24 @@ def _no_effect(block: Block) -> str:
 
 def meet(block: Block, root: Root, outside: bool = False) -> None:
     """Asks the filter of a block about the variables of a tree that nobody read."""
-    for path, variables in root.parts:
+    for path, variables in root.parts if block.rewrite.unused != 'ignore' else ():
         _meet(block, root, path, variables, outside)
 
 
-def settle(root: Root) -> None:
-    """Judges the blocks that wait for the end of an ``init``."""
-    for block in thread.blocks:
-        meet(block, root)
+def settle(root: Root, handled: BaseException | None) -> None:
+    """Shows a tree that is complete to the open blocks, and judges those that wait.
+
+    Args:
+        root: the tree, at the end of an ``init`` or an apply.
+        handled: the exception that was being handled when that began. If its body
+            raised, that exception is shown, and not one of a filter.
+    """
+    if sys.exception() is handled:
+        for block in thread.blocks:
+            meet(block, root)
     pending, root.pending[:] = list(root.pending), []
-    for block, handled in pending:
-        # If the body raised, its own exception is shown instead.
-        if sys.exception() is handled:
+    for block, before in pending:
+        if sys.exception() is before:
             meet(block, root)
             error = verdict(block)
             if error:  # Nobody sees ``init`` read what a module outside keeps.

@@ -11,12 +11,11 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 from flax_sg.engine import blocks, numbers
+from flax_sg.engine.roots import Blocks
 from flax_sg.internals import patching, tracing
-
-_Blocks: TypeAlias = tuple[blocks.Block, ...]
 
 
 def hook_for(kind: str) -> Callable[..., Any]:
@@ -64,7 +63,7 @@ def _is_in(fn: Any, package: str) -> bool:
 
 
 def _resuming(
-    rule: Callable[..., Any], open_blocks: _Blocks, applies: tuple[object, ...]
+    rule: Callable[..., Any], open_blocks: Blocks, applies: tuple[object, ...]
 ) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with _resumed(open_blocks, applies):
@@ -74,7 +73,7 @@ def _resuming(
 
 
 @contextlib.contextmanager
-def _resumed(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[None]:
+def _resumed(open_blocks: Blocks, applies: tuple[object, ...]) -> Generator[None]:
     """Reopens blocks, as they were, for code that belongs in them.
 
     Other blocks may hold their numbers by now, so the reopened blocks get numbers that
@@ -87,7 +86,7 @@ def _resumed(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[Non
 _lock = threading.RLock()
 
 
-def _reopened(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[None]:
+def _reopened(open_blocks: Blocks, applies: tuple[object, ...]) -> Generator[None]:
     thread = blocks.thread
     before = thread.applies
     closed = {block: block.lease for block in open_blocks if not block.is_open}
@@ -102,9 +101,7 @@ def _reopened(open_blocks: _Blocks, applies: tuple[object, ...]) -> Generator[No
             if block.asker.has_functions and (new := {*block.decisions} - met[block]):
                 lease.note(new)
                 lease.give_back()
-        for block in open_blocks:
-            if not any(block is other for other in thread.blocks):
-                block.forget_roots()
+            block.forget_roots()
 
     try:
         thread.applies = [*applies]

@@ -241,7 +241,7 @@ class _Kind(list[Number]):
                         early.append((path, said))
                     except Exception as error:
                         said = type(error)
-                if said.__class__ is not bool:
+                if said.__class__ not in (bool, type):
                     said = asker.answer(number)
                 found = number.answers.get(said)
                 if found is None:

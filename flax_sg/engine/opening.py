@@ -113,8 +113,9 @@ def close_last(
         mine = [b for b in mine if b.place.frame == Place.here().frame] or mine
     if mine:
         return close_block(mine[-1], READS if exc_type is None else NOTHING)
-    if block := next((b for b in thread.aside if b.rewrite is rewrite), None):
-        return blocks.remove(block)
+    aside = [b for b in thread.aside if b.rewrite is rewrite and b.is_open]
+    if aside:
+        return blocks.remove(aside[-1])
     if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
         here, place, elsewhere = Place.here(), None, ''
         # An error alone asks for this, so nobody keeps a list of them.

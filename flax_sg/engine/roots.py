@@ -105,6 +105,7 @@ class Root:
         self.handed = _NOTHING
         self.met_by: set[Block] = set()
         self.views: dict[Block, Any] = {}
+        self.setups = Setups()
         self.sown: set[Key] = set()
         self.pending: list[Any] = []
 
@@ -112,11 +113,6 @@ class Root:
     def kept_trace(self) -> weakref.ref[Any] | None:
         """The innermost trace around the tree that JAX may cache."""
         return tracing.kept_trace(self.level)
-
-    @functools.cached_property
-    def setups(self) -> Setups:
-        """The runs of ``setup`` of its modules."""
-        return Setups()
 
     def as_scratch(self, made_in: tuple[Block, ...]) -> Root:
         """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
@@ -131,8 +127,7 @@ class Root:
         inner.initializing, inner.pending = self.initializing, self.pending
         if covered:  # What is handed to nobody is shared.
             inner.handed = Handed(covered)
-        if 'setups' in vars(self):
-            inner.setups = Setups(self.setups.made_in, is_new=self.setups.is_new)
+        inner.setups = Setups(self.setups.made_in, is_new=self.setups.is_new)
         return inner
 
     # All roots are equal, and no dataclasses: ``nn.jit`` hashes the flags of scopes,
@@ -157,8 +152,7 @@ class Root:
         """Drops the values kept for a closed block."""
         self.met_by.discard(block)
         self.views.pop(block, None)
-        if 'setups' in vars(self):
-            self.setups.values.pop(block, None)
+        self.setups.values.pop(block, None)
 
 
 _NOTHING = Handed()

@@ -32,7 +32,7 @@ from flax.core.scope import Scope
 
 from flax_sg import errors
 from flax_sg.engine import blocks, contents, selection, views
-from flax_sg.engine.roots import ROOT_FLAG, Blocks, Root, carry
+from flax_sg.engine.roots import Blocks, Root, carry
 from flax_sg.internals import core_scopes, modules, patching, tracing
 from flax_sg.trees.variables import Key
 
@@ -62,6 +62,8 @@ class Kept:
         vars(module)[self._name] = value
 
     def __delete__(self, module: Any) -> None:
+        if self._name not in vars(module):
+            raise AttributeError(self._name)
         del vars(module)[self._name]
 
 
@@ -82,10 +84,14 @@ def _keep(module: Any) -> None:
 
 def _made_in_setup(module: Any) -> Iterator[tuple[str, Any]]:
     """Yields the attributes that are neither arguments of a module nor of Flax."""
-    fields = module.__dataclass_fields__
     for name in vars(module).keys() - _OF_FLAX:
-        if not (name in fields and fields[name].init):
+        if not _is_argument(module, name):
             yield name, vars(module)[name]
+
+
+def _is_argument(module: Any, name: str) -> bool:
+    field = module.__dataclass_fields__.get(name)
+    return field is not None and field.init
 
 
 _OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
@@ -165,7 +171,7 @@ def _make_plain(viewed: _SetupValues) -> None:
 def _seen(module: Any, name: str, value: Any) -> Any:
     """Returns the value of an attribute that a reader in the open blocks sees."""
     scope = object.__getattribute__(module, 'scope')
-    if scope is None:
+    if scope is None or _is_argument(module, name):  # A base class may keep the name.
         return value
     root, open_blocks = _covering(scope)
     if not open_blocks:
@@ -311,8 +317,9 @@ def _run_again(
     """
 
     def scratch_of(scope: Scope) -> Scope:
-        root = blocks.again(blocks.root_of(scope))
-        return core_scopes.scratch_scope(scope, {ROOT_FLAG: root})
+        scratch = core_scopes.scratch_scope(scope)
+        carry(scratch, blocks.used(blocks.root_of(scope).as_scratch(open_blocks)))
+        return scratch
 
     outer, thread = blocks.thread.doubts, blocks.thread
     levels = [block.level for block in open_blocks if block.rewrite.rule.brings]

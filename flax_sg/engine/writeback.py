@@ -4,11 +4,13 @@
 out, read or written. Inside a block the transform gets rewritten values. If they were
 published, reads after the block would stay stopped for good. So of a selected variable
 the stored value is published, whatever comes out. A body that writes such a variable
-raises at the write; what it sows is appended to what is stored.
+raises at the write; what it sows is appended to what is stored. Under
+``nn.map_variables`` in ``init`` that is what was written.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -70,7 +72,12 @@ class _Lift:
 
         def ends(scope_tree: Any) -> Any:
             inner = core_scopes.minimal_scopes(scope_tree)
-            sown = frozenset(key for s in inner for key in blocks.root_of(s).sown)
+            sown = frozenset(
+                (index, col, names[len(scope.path) :])
+                for index, scope in enumerate(inner)
+                for col, names in blocks.root_of(scope).sown
+                if names[: len(scope.path)] == scope.path
+            )
             self._note_sown(sown)
             out = repack_fn(scope_tree)
             return marks.added(out, sown) if self.is_jit and sown else out
@@ -145,7 +152,7 @@ class _Lift:
             outer, variables = self.roots[index], core_scopes.variables_of(inner)
             root = inner_roots.get(id(outer))
             if root is None:
-                root = blocks.within(outer, inner, self.open_blocks)
+                root = blocks.used(outer.within(self.open_blocks, inner))
                 inner_roots[id(outer)] = root
             else:
                 root.parts.append((inner.path, variables))
@@ -182,9 +189,10 @@ class _Lift:
             for scope, root in zip(self.scopes, self.roots, strict=True)
         )
 
-    def _note_sown(self, *sown: Iterable[Key]) -> None:
-        for root in self.roots:
-            root.sown.update(*sown)
+    def _note_sown(self, *sown: Iterable[tuple[int, str, tuple[str, ...]]]) -> None:
+        # By index and names below the scope: ``nn.jit`` shares a trace among paths.
+        for index, col, names in itertools.chain(*sown):
+            self.roots[index].sown.add((col, (*self.scopes[index].path, *names)))
 
     def _warn_of_more(self, stored: Groups, viewed: Groups) -> None:
         """Warns if a function makes more of stacked variables than is stored."""

@@ -131,12 +131,11 @@ def _is_held(takes: Callable[..., bool], scope: Scope) -> bool:
 def _held(module: Any, takes: Callable[..., bool]) -> Generator[None]:
     scopes = modules.own_scopes(module)
     before = [core_scopes.copied_mutable(scope) for scope in scopes]
-    roots: list[roots.Root] = []
     try:
-        roots += [blocks.root_of(scope) for scope in scopes]
         yield
     finally:
-        for scope, root, variables in zip(scopes, roots, before, strict=False):
+        for scope, variables in zip(scopes, before, strict=True):
+            root = blocks.root_of(scope)
             for collection, tree in variables.items():
                 if collection != 'params':
                     now = core_scopes.stored(scope)[collection]

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from flax.core import lift
-from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
 
@@ -45,13 +44,8 @@ def copied_mutable(scope: Scope) -> dict[str, Any]:
     }
 
 
-def scratch_scope(scope: Scope, flags: Mapping[str, Any]) -> Scope:
-    """Makes a separate scope with the same values, so writes leave ``scope`` unchanged.
-
-    Args:
-        scope: the scope to copy.
-        flags: flags to add.
-    """
+def scratch_scope(scope: Scope) -> Scope:
+    """Makes a separate scope with the same values: writes leave ``scope`` unchanged."""
     kept = {
         c: t for c, t in stored(scope).items() if not scope.is_mutable_collection(c)
     }
@@ -63,7 +57,7 @@ def scratch_scope(scope: Scope, flags: Mapping[str, Any]) -> Scope:
         mutable=scope.mutable,
         path=scope.path,
         debug_path=scope.debug_path,
-        flags=FrozenDict({**scope.flags, **flags}),
+        flags=scope.flags,
     )
 
 

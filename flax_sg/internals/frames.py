@@ -41,11 +41,6 @@ def _is_file_of_user(file: str) -> bool:
     return not is_standard and not file.startswith(_NOT_OF_USERS)
 
 
-def frame(depth: int) -> types.FrameType:
-    """Returns a frame of the stack: 0 is the caller's frame."""
-    return sys._getframe(depth + 1)
-
-
 def frame_of_user(depth: int) -> types.FrameType:
     """Returns the innermost frame of the user's program, starting at ``depth``."""
     found = sys._getframe(depth + 1)

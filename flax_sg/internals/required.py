@@ -118,21 +118,6 @@ def _tells_traces_apart() -> bool:
     return all(found)
 
 
-def _ends_traces() -> bool:
-    traces: list[Any] = []
-    running: list[bool] = []
-
-    def traced(x: Any) -> Any:
-        if not traces:
-            traces.append(next(tracing.kept_traces())())
-            jax.eval_shape(lambda _: traced(x), x)
-        running.append(tracing.is_running(traces[0]))
-        return x
-
-    jax.eval_shape(traced, jax.ShapeDtypeStruct((), 'float32'))
-    return running == [True, True] and not tracing.is_running(traces[0])
-
-
 def _packs() -> bool:
     """Whether lifted transforms call ``_partial_pack`` with these names."""
     found: list[Any] = []
@@ -151,6 +136,7 @@ def _packs() -> bool:
     programs: dict[str, Callable[[], Any]] = {
         lifting.SCAN: lambda: of(lift.scan)(id, **axes)(scope),
         lifting.JIT: lambda: of(lift.jit)(id)(scope),
+        lifting.MAP: lambda: of(lift.map_variables)(id, 'params')(scope),
     }
     for program in programs.values():
         with contextlib.suppress(_Called):
@@ -167,7 +153,8 @@ def _hands_on_flags() -> bool:
 
 
 def _binds() -> bool:
-    apply = lifting.with_names(flax_scope.apply, bind=_called)
+    root = types.SimpleNamespace(temporary=_called)
+    apply = lifting.with_names(flax_scope.apply, bind=lambda *_, **__: root)
     return _ends(lambda: apply(id)({}))
 
 
@@ -193,14 +180,14 @@ _READS: dict[str, tuple[Callable[[Any], Any], str]] = {
 _ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     'a scope': (
         lambda: _probe().scope,
-        '_invalid _populate_collections _variables debug_path flags rng_counters rngs '
+        '_populate_collections _variables debug_path flags rng_counters rngs '
         'trace_level._trace_ref',
     ),
     'a module': (
         _probe,
         '_call_wrapped_method.__code__ _id _register_submodules _state.autoname_cursor '
         '_state.children _state.export _state.in_setup _state.is_initialized '
-        '_state.reset _state.setup_called',
+        '_state.setup_called',
     ),
     'flax.core.lift': (lambda: lift, '_dedup_scopes _dup_scopes _partial_pack'),
     'flax.linen.module': (
@@ -229,7 +216,6 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     'nn.jit has to read __fn_or_cls__ of a class in a field': _tells_classes_apart,
     'jit has to trace anew in another jax.make_user_context': _traces_anew,
     'traces have to tell which one is around them': _tells_traces_apart,
-    'a trace has to tell when it ends': _ends_traces,
     'lifted transforms have to call flax.core.lift._partial_pack': _packs,
     **{
         f'attributes of {name}': lambda thing=thing, names=names: _has(thing(), names)

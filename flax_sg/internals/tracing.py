@@ -127,18 +127,6 @@ def kept_traces(level: Any = None) -> Iterator[weakref.ref[Any]]:
         found = _kept_around(getattr(found(), 'parent_trace', None))
 
 
-def is_running(trace: Any) -> bool:
-    """Whether JAX still traces in one of ``kept_traces``; False for None.
-
-    At the end JAX drops the constants that it has found by identity. The Python stack
-    would tell, too, but before Python 3.13 what reads the variables of a frame keeps
-    them alive.
-    """
-    return trace is not None and isinstance(
-        trace.frame.constid_to_tracer, weakref.WeakValueDictionary
-    )
-
-
 def kept_trace(level: Any = None) -> weakref.ref[Any] | None:
     """The innermost of ``kept_traces``."""
     return _kept_around(

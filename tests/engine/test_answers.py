@@ -465,3 +465,31 @@ def test_a_predicate_that_answers_by_chance_is_never_stale():
             found = step(PARAMS)
         frozen = [path for path, answer in said.items() if answer]
         oracle.assert_same(found, by_hand(*frozen))
+
+
+def test_a_function_that_knows_no_path_of_another_model_is_asked_once():
+    """Opening asks of each variable that was traced under the code of the function."""
+    asked: list[str] = []
+
+    def opening(names: Any) -> Any:
+        known = dict.fromkeys(names, True)
+
+        def of_a_table(path):
+            asked.append(path)
+            return known[path]
+
+        return nn.stop_gradient(of_a_table)
+
+    one, other = fnn.Dense(2), fnn.Sequential([fnn.Dense(2)])
+    x = jnp.ones(2)
+    for model, paths in (
+        (one, ['kernel', 'bias']),
+        (other, ['layers_0/kernel', 'layers_0/bias']),
+    ):
+        variables = model.init(jax.random.key(0), x)
+        asked.clear()
+        with opening(paths):
+            early = list(asked)
+            jax.jit(model.apply)(variables, x)
+        assert len(early) == len(set(early))
+    assert early

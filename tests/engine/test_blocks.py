@@ -1089,3 +1089,27 @@ def test_a_block_closed_by_another_task():
         return frozen()
 
     assert asyncio.run(main()) == ''
+
+
+def test_blocks_of_two_generators_that_are_closed_while_a_filter_is_asked():
+    rewrite, module, x = nn.stop_gradient('b'), Affine(), jnp.ones(2)
+    variables = module.init(jax.random.key(0), x)
+
+    def suspended():
+        with rewrite:
+            yield
+
+    generators = [suspended(), suspended()]
+    for generator in generators:
+        next(generator)
+
+    def closes(path):
+        while generators:
+            generators.pop().close()
+        return True
+
+    with nn.stop_gradient(closes):
+        module.apply(variables, x)
+    assert not blocks.thread.blocks
+    grads = jax.grad(lambda v: jnp.sum(module.apply(v, x)))(variables)
+    assert grads['params']['b'].tolist() == [1.0, 1.0]

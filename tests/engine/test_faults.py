@@ -176,7 +176,7 @@ def _run_interrupted(
 IN_AND_OUT = frozenset(
     [
         *('open_block', 'close_block', 'close_last', '_close', 'remove'),
-        *('forget_roots', 'set_blocks', 'only', '_set_aside', '_resumed', 'leave'),
+        *('forget_roots', 'set_blocks', 'only', '_resumed', 'leave'),
         *(
             '_temporary',
             'applies_changed',
@@ -226,10 +226,10 @@ def interrupted_once(fn: Callable[..., Any], kind: type = object) -> Any:
     """A function that is interrupted before it begins for something of a kind."""
     left = [Ctrl]
 
-    def interrupted(of: Any) -> Any:
+    def interrupted(of: Any, *args: Any) -> Any:
         if left and isinstance(of, kind):
             raise left.pop()
-        return fn(of)
+        return fn(of, *args)
 
     return interrupted
 

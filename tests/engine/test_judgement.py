@@ -342,3 +342,36 @@ def test_a_generator_collected_at_any_moment_locks_nothing():
         timeout=100,
     )
     assert found.stdout.splitlines()[-1:] == ['ended'], found.stderr[-2000:]
+
+
+class TwoLayers(nn.Module):
+    fails: bool = False
+    has_second: bool = True
+    elsewhere: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(2, name='a')(x)
+        if self.elsewhere:  # A block around this model does not cover it.
+            nn.Dense(2, parent=None).init_with_output(KEY, x)
+        if self.fails:
+            raise RuntimeError('of the body')
+        return nn.Dense(2, name='b')(x) if self.has_second else x
+
+
+@pytest.mark.parametrize('unused', ['raise', 'ignore'])
+@pytest.mark.parametrize('elsewhere', [False, True])
+def test_the_exception_of_a_body_is_not_one_of_a_filter(unused, elsewhere):
+    """The filter of a table knows what is read, and not what else there is."""
+    known = {'a/kernel': False, 'a/bias': False}
+    variables = TwoLayers().init(KEY, X)
+
+    def run(**fields: Any) -> Any:
+        with nn.stop_gradient(lambda path: known[path], unused=unused):
+            return TwoLayers(elsewhere=elsewhere, **fields).apply(variables, X)
+
+    with pytest.raises(RuntimeError, match='of the body') as info:
+        run(fails=True)
+    assert info.value.__context__ is None
+    if unused == 'ignore':
+        assert run(has_second=False).shape == X.shape

@@ -180,3 +180,43 @@ def test_an_attribute_of_a_class_that_setup_hides():
         return jnp.sum(stopped + bound.scale)
 
     oracle.assert_same(jax.grad(loss)(VARIABLES)['params']['w'], jnp.full(2, 2.0))
+
+
+def test_an_argument_that_a_base_class_keeps():
+    class Base(nn.Module):
+        def setup(self):
+            self.scale = self.param('scale', nn.initializers.ones, (2,))
+
+        def __call__(self, x):
+            return self.scale * x
+
+    class Given(Base):
+        scale: Any
+
+        def setup(self):
+            self.bias = self.param('bias', nn.initializers.zeros, (2,))
+
+        def __call__(self, x):
+            with nn.stop_gradient('bias'):
+                return self.scale * x + self.bias
+
+    def loss(bias):
+        return jnp.sum(Given(scale=W).apply({'params': {'bias': bias}}, W))
+
+    Base().init(jax.random.key(0), W)  # From now on ``Base`` keeps ``scale``.
+    assert loss(W) == jnp.sum(W * W + W)
+    assert oracle.is_zero(jax.grad(loss)(W))
+
+
+def test_what_is_not_set_cannot_be_deleted():
+    class Forgets(nn.Module):
+        def setup(self):
+            with pytest.raises(AttributeError, match='w'):
+                del self.w
+            self.w = self.param('w', nn.initializers.ones, (2,))
+
+        def __call__(self):
+            return self.w
+
+    for _ in range(2):  # The class has a descriptor the second time.
+        assert Forgets().apply(VARIABLES).tolist() == W.tolist()

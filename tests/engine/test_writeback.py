@@ -6,6 +6,7 @@ with a block and no stops, or with the stops and no block.
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -549,3 +550,63 @@ def test_what_nobody_selected_comes_out_of_a_transform_as_it_does_without_a_bloc
         return y, pull_back([W, 3 * W, 5 * W])
 
     assert_same(run(applied), run(by_hand))
+
+
+@pytest.mark.parametrize('spelling', ['hold', 'collections', 'block'])
+def test_what_modules_at_two_paths_sow_in_one_jitted_class(spelling):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(3)(x)
+            self.sow('stats', 'y', jnp.sum(y))
+            return y
+
+    class Net(nn.Module):
+        lift: Any
+
+        @nn.compact
+        def __call__(self, x):
+            lifted = self.lift(Layer)
+            for name in ('a', 'b'):
+                layer = lifted(name=name)
+                if spelling == 'hold':
+                    layer = nn.Frozen(layer, state='hold')
+                if spelling == 'collections':
+                    layer = nn.Frozen(layer, collections=True)
+                x = layer(x)
+            return x
+
+    block = nn.stop_gradient(True, collections=True)
+    variables = Net(lambda layer: layer).init(KEY, X)
+    out = []
+    for lift in (lambda layer: layer, nn.jit):
+        with block if spelling == 'block' else contextlib.nullcontext():
+            out.append(Net(lift).apply(variables, X, mutable='stats')[1])
+    assert_same(*out)
+    assert [len(out[1]['stats'][name]['y']) for name in ('a', 'b')] == [2, 2]
+
+
+def test_a_rule_that_runs_in_another_thread_forgets_no_block_of_this_one():
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    double.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            state = self.variable('state', 's', lambda: x)
+            with nn.stop_gradient('s', collections='state'):
+                value = state.value
+                _, back = jax.vjp(double, x)
+                thread = threading.Thread(target=back, args=(x,))
+                thread.start()
+                thread.join()
+                state.value = value  # What was read is what is stored.
+            return jnp.sum(state.value * x)
+
+    def loss(state):
+        return Net().apply({'state': state}, X, mutable='state')[0]
+
+    assert_same(jax.jit(jax.grad(loss))({'s': X}), {'s': X})
