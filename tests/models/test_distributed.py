@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from flax_sg import demo
 from tests.helpers import oracle, processes
@@ -9,6 +10,7 @@ from tests.helpers import oracle, processes
 STEPS = 4
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one(tmp_path):
     with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
         processes.work('', 1, 0, STEPS, tmp_path, jax.devices()[:2])

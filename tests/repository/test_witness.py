@@ -60,6 +60,7 @@ def files_in(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob('*')}
 
 
+@pytest.mark.long
 def test_a_test_whose_outcome_a_block_changes_is_listed(checkout: Path):
     before = files_in(checkout)
     script, modes = ROOT / 'tests/witness.py', 'test-false'
