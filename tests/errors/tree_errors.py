@@ -154,6 +154,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.adopt(PARAMS, adam, adam.init(PARAMS)),
         'ArgumentTypeError: sg.adopt(tx, params, state, old=old_tx)',
     ),
+    'a state in place of its transformation': (
+        lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=adam.init(VECTORS)),
+        'ArgumentTypeError: is no transformation, nor one for each state | '
+        'sg.adopt(tx, params, state, old=old_tx)',
+        lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=[adam]),
+    ),
+    'two transformations for one state': (
+        lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=[adam, adam]),
+        'ArgumentTypeError: is no transformation, nor one for each state',
+    ),
     'rows of a state that nobody names': (
         lambda: sg.adopt(
             sg.freeze(adam, sg.at('b', 1)),
