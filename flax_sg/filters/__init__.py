@@ -39,7 +39,7 @@ from flax_sg.filters.of_type import of_type
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost
-from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.optional import is_nnx_model
 
 # What stands for a filter; as_filter explains the members.
 Where: TypeAlias = (
@@ -103,7 +103,7 @@ def as_filter(where: Where) -> Filter:
         return BoolTree(where)
     if isinstance(where, (Sequence, Set)) and not isinstance(where, bytes):
         return _any_of(where)
-    is_module = isinstance(fn, (type, nn.Module)) or is_of_nnx(type(fn), 'Module')
+    is_module = isinstance(fn, (type, nn.Module)) or is_nnx_model(fn)
     if callable(where) and not is_module:
         return Predicate(where)
     lacking = ' Was a key of a configuration misspelled?' if where is None else ''

@@ -15,7 +15,7 @@ from flax_sg.filters.expressions import Filter
 from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
 from flax_sg.internals import modules, tracing
-from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.optional import is_nnx_model
 
 
 def of_type(
@@ -79,7 +79,7 @@ def of_type(
             'of its module.\n'
             f'Give the model and example inputs: filters.of_type({names}, model, x).'
         )
-    is_one = is_of_nnx(type(model), 'Module') or not isinstance(model, Mapping)
+    is_one = is_nnx_model(model) or not isinstance(model, Mapping)
     models: Any = {'': (model,)} if is_one else model
     found = {
         (collection, (*filter(None, [name]), *path)): any(
@@ -96,7 +96,7 @@ def _variables(
     model: Any, args: Any, kwargs: Any
 ) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
     """Yields the variables of a model, with the classes of the modules around."""
-    if is_of_nnx(type(model), 'Module'):
+    if is_nnx_model(model):
         yield from _variables_of_nnx(model)
         return
     at: dict[tuple[str, ...], set[type]] = {}  # The modules at each path.

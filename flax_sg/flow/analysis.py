@@ -85,7 +85,7 @@ def gradient_flow(
         ArgumentTypeError: if a parameter goes into a host callback, a mutable array or
             a primitive that JAX cannot differentiate.
         UnusedFilterError: if a part of ``wrt`` matches no leaf.
-        TypeError: if there is no argument at a position in ``argnums``.
+        ArgumentTypeError: if ``argnums`` names no positions, or one twice.
 
     Note:
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The

@@ -188,9 +188,14 @@ class GradientFlow(Shown):
 
     def _shown(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """A row's names, with that of the argument for its number."""
-        named = {str(n): name for n, name in self.arguments}
-        at = int(len({path.collection for path in self.parameters}) > 1)
+        named, at = self._arguments
         return tuple(named.get(x, x) if n == at else x for n, x in enumerate(names))
+
+    @functools.cached_property
+    def _arguments(self) -> tuple[dict[str, str], int]:
+        """The names of arguments by their numbers, and where in a row these stand."""
+        several = len({path.collection for path in self.parameters}) > 1
+        return {str(n): name for n, name in self.arguments}, int(several)
 
     def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
         """How many elements of a parameter some outputs train, see ``trained``."""

@@ -59,9 +59,6 @@ def traced(
     Python numbers in the differentiated arguments are traced. In the other arguments
     they are constants.
     """
-    for number in [argnums] if isinstance(argnums, int) else argnums:
-        if not -len(args) <= number < len(args):
-            raise TypeError(f'{argnums=}: {len(args)} positional arguments were given.')
     function = _Function(fun, has_aux, kwargs)
     if not isinstance(wrt, Declared):
         wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')

@@ -3,6 +3,8 @@
 ``jnp.where(mask, stop_gradient(table), table)`` stops a part of the table. If data
 makes the mask, no proof can tell which part. The naive attempt looks for such a choice
 by its gradient, and takes each ``relu`` of a bias for one.
+
+The same walk finds the uses that ``why`` lists.
 """
 
 from __future__ import annotations
@@ -65,12 +67,12 @@ def uses(flat: Flat, slots: Iterable[int], output: int) -> tuple[Use, ...]:
 
     def is_stopped(step: Step, number: int) -> bool:
         live = [n for n, x in enumerate(step.outs) if flat.live[x] >> output & 1]
-        return not (live and any(flat.flows(step)[number] >> n & 1 for n in live))
+        return not any(flat.flows(step)[number] >> n & 1 for n in live)
 
     order = {step: n for n, step in enumerate(flat.steps)}
     inputs = [flat.inputs[slot] for slot in slots]
     found = [
-        (order.get(step, len(order)), Use(step.source, not stopped))
+        (order[step], Use(step.source, not stopped))
         for step, stopped, _ in _uses(flat, inputs, is_stopped)
         if step and any(_is_met(flat, x, output) for x in step.outs)
     ]

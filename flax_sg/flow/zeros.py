@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import Bodies
 
-# Value of a value. A mask has the rank of its value, and length 1 along axes where
+# Elements of a value. A mask has the rank of its value, and length 1 along axes where
 # all elements are alike.
 Mask: TypeAlias = NDArray[np.bool_]
 

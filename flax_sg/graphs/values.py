@@ -54,7 +54,7 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
     """
     is_kind, target = nnx.filterlib.to_predicate(kind), Walk(values)
     theirs, given = _reader(values), dict[Leaf, list[tuple[Names, Any]]]()
-    lacking = list[Leaf]()
+    lacking = set[Leaf]()
 
     def state_after(keys: Keys) -> Any:
         names = tuple(map(str, keys))
@@ -69,7 +69,8 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
             given.setdefault(leaf, []).append((names, value))
         elif isinstance(around, Mapping) and _is_in(theirs, names, nnx.State):
             beside = around.values()
-            lacking += [leaf] * any(is_array(x) or is_variable(x) for x in beside)
+            if any(is_array(x) or is_variable(x) for x in beside):
+                lacking.add(leaf)
     forms = {_form(value) for several in given.values() for _, value in several}
     found: dict[Names, Any] = {}
     for leaf in walk.leaves.values():

@@ -8,6 +8,7 @@ parameter is fresh where all moments beside it are.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -78,7 +79,8 @@ def adopt(
             does not tell which rows it is of. In both, ``sg.freeze`` may stand in
             any other transformation; both are traced with ``params``.
         fresh: the parameters that begin anew, whatever the states know: any kind of
-            filter. None by default.
+            filter. None by default. What SM3 keeps for rows and columns belongs to no
+            parameter, and goes on.
         report: called with a dict of four lists, as printed above: the parameters whose
             values were carried, were carried in part, are fresh, or were dropped. What
             belongs to no parameter is named by its place in the state.
@@ -95,11 +97,12 @@ def adopt(
         others have another size. ``optax.tree_utils.tree_set(state,
         count=0)`` counts anew. The hyperparameters of ``optax.inject_hyperparams`` are
         those of ``tx``. What L-BFGS, a line search and optimistic gradients remember
-        belongs to one selection: it begins anew with another. So does an array that
-        ``optax.flatten`` made of all parameters, unless ``old`` has the same selection.
+        belongs to one selection: it begins anew with another. So do an array that
+        ``optax.flatten`` made of all parameters, and SM3's numbers for each row where
+        rows are frozen, unless ``old`` has the same selection.
 
     Raises:
-        ArgumentTypeError: if ``tx`` is no transformation.
+        ArgumentTypeError: if ``tx`` or ``old`` is no transformation.
         StructureError: if a state is that of another transformation.
         StructureError: if rows are frozen, and ``old`` is not given.
     """
@@ -108,6 +111,10 @@ def adopt(
         raise wrong_argument(tx, 'optax transformation', write)
     states = [dict(_named(given)) for given in (state, *earlier)]
     made_by = [old] * len(states) if old is None or hasattr(old, 'init') else old
+    is_row = isinstance(made_by, (list, tuple)) and len(made_by) == len(states)
+    if not (is_row and all(by is None or hasattr(by, 'init') for by in made_by)):
+        write = 'sg.adopt(tx, params, state, old=old_tx)'
+        raise wrong_argument(old, 'transformation, nor one for each state', write)
     new, leaves = tx.init(params), parameters_of(params)
     pairs = _named(new)
     every = [*dict(pairs), *itertools.chain(*states)]
@@ -191,6 +198,8 @@ class _Owner(NamedTuple):
 
     def is_flat(self, made: Any) -> bool:
         """Whether a value is one array for all parameters, as ``optax.flatten`` has."""
+        if len(shape_of(made)) != 1:
+            return False
         rows = zip(self.of.trained, self.of.shapes, strict=True)
         size = sum(math.prod(shape_of_part(*row)) for row in rows if row[0])
         return shape_of(made) == (size,) != (1,) and is_differentiable(made)
@@ -211,28 +220,34 @@ def _of_all(made: Any, given: Sequence[Given], owner: _Owner) -> tuple[Any, str]
     for value, before in given:
         # If nobody says whose it was, its structure has to tell.
         fits = not flat and (before is None or not _is_one(made))
+        # It may have a number for each row.
+        if before is not None and shape_of(made) and is_differentiable(made):
+            both = (*before.of.trained, *now.trained)
+            fits &= not any(isinstance(takes, Choice) for takes in both)
         if before is not None and before.of.shapes == now.shapes:
-            fits |= all(map(_is_same, before.of.trained, now.trained, now.shapes))
+            fits |= all(
+                map(_is_same, before.of.trained, now.trained, now.shapes, now.paths)
+            )
         if fits and _type(value) == _type(made):
             return value, 'carried'
     return made, 'fresh'
 
 
-def _is_same(was: Any, now: Any, shape: tuple[int, ...]) -> bool:
+def _is_same(was: Any, now: Any, shape: tuple[int, ...], path: str) -> bool:
     """Whether the same elements of a parameter are trained, however it is written."""
     return was == now or bool(
-        (mask_of(was, shape, '') == mask_of(now, shape, '')).all()
+        (mask_of(was, shape, path) == mask_of(now, shape, path)).all()
     )
 
 
 def _of_one(made: Any, given: Sequence[Given], owner: _Owner) -> tuple[Any, str]:
     """A value that belongs to one parameter, and whether it is carried, or in part."""
-    out, now, shape = made, owner.trained, owner.shape
-    trains, known = mask_of(now, shape, ''), np.False_
+    out, now, shape, path = made, owner.trained, owner.shape, owner.name
+    trains, known = mask_of(now, shape, path), np.False_
     for value, before in reversed(given):  # The first one has the last word.
         was = True if before is None or before.shape != shape else before.trained
-        knew = mask_of(was, shape, '')
-        if _is_same(was, now, shape) and _type(value) == _type(made):
+        knew = mask_of(was, shape, path)
+        if _is_same(was, now, shape, path) and _type(value) == _type(made):
             out, known = value, knew
         elif (
             np.shape(made) == shape_of_part(now, shape)
@@ -259,8 +274,8 @@ def _owners(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, _Own
         leaves: the parameters.
         every: the names of the values.
     """
-    whole = Selection.of(leaves, [True] * len(leaves.values))
-    found = {(): whole, **selections(tx, leaves.restore(leaves.values))}
+    everything = Selection.of(leaves, [True] * len(leaves.values))
+    found = {(): everything, **selections(tx, leaves.restore(leaves.values))}
     tops = {
         names: max((top for top in found if names[: len(top)] == top), key=len)
         for names in every
@@ -270,19 +285,24 @@ def _owners(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, _Own
         places = {names: n for n, names in enumerate(of.names)}
         inside = [names for names in every if tops[names] == top]
         splits = {names: range(len(top), len(names) + 1) for names in inside}
-        roots = {
-            next((names[:n] for n in ns if names[n:] in places), None)
-            for names, ns in splits.items()
-        }
+        # A tree that is like the parameters leads to most of them: 'mu/w' may be the
+        # parameter 'w' below Adam's 'mu', or a parameter of this name.
+        roots = collections.Counter(
+            names[:n] for names, ns in splits.items() for n in ns if names[n:] in places
+        )
         for names, ns in splits.items():
+            found = [
+                (last, roots[names[:first]], bool(of.trained[number]), -first, number)
+                for first, last in itertools.combinations_with_replacement(ns, 2)
+                if names[:first] in roots
+                and (number := places.get(names[first:last], -1)) >= 0
+            ]
             owners[names] = _Owner('/'.join(names), names[:-1], names, of)
-            # The last end counts, then the first start: 'b/a' is not 'a'.
-            for last, first in itertools.product(ns, reversed(ns)):
-                if names[:first] in roots and names[first:last] in places:
-                    number = places[names[first:last]]
-                    around = (*names[:first], '*', *names[last:])
-                    part, path = names[: max(first - 1, 0)], str(of.paths[number])
-                    owners[names] = _Owner(path, part, around, of, number)
+            if found:  # The last end counts: 'b/a' is not 'a'.
+                last, _, _, first, number = max(found)
+                around = (*names[:-first], '*', *names[last:])
+                part, path = names[: max(-first - 1, 0)], str(of.paths[number])
+                owners[names] = _Owner(path, part, around, of, number)
     return owners
 
 

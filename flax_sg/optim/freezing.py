@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -94,7 +94,8 @@ class Freeze:
                 f'sg.freeze(tx, {where!r}) freezes all that it is given: nothing is '
                 'trained.\n'
                 'sg.freeze names what is frozen, wrt= what is trained.\n'
-                'Write sg.freeze(tx, ~where), or sg.freeze(tx, True) if that is meant.',
+                'Write sg.freeze(tx, ~sg.filters.as_filter(where)), or '
+                'sg.freeze(tx, True) if that is meant.',
                 Place.here(),
             )
 
@@ -104,7 +105,7 @@ class Freeze:
         """Updates in the form of the parameters; without these, of the gradients."""
         for name in ('value_fn', 'grad_fn', 'obj_fn'):
             if name in extra:
-                raise _of_all_parameters(name)
+                raise _of_all_parameters(name, extra)
         given = updates if params is None else params
         leaves, trained, of_whole = self._parameters(given)
         with inside(*of_whole):
@@ -124,7 +125,7 @@ class Freeze:
                 out = map(_update, rows, leaves.treedef.flatten_up_to(new))
                 updates = leaves.restore(out)
             except (ValueError, TypeError, KeyError) as error:
-                if _are_alike(state, jax.eval_shape(self.tx.init, shown)):
+                if _may_be_of(self.tx, state, shown):
                     raise
                 raise _foreign(leaves, trained) from error
         cuts = any(isinstance(takes, Choice) for takes in trained)
@@ -320,6 +321,14 @@ def _frozen_in(tx: Any, params: Any) -> set[Any]:
     }
 
 
+def _may_be_of(tx: Any, state: Any, params: Any) -> bool:
+    """Whether a state may be that of a transformation for some parameters."""
+    try:
+        return _are_alike(state, jax.eval_shape(tx.init, params))
+    except jax.errors.JAXTypeError:  # It asks for values.
+        return True
+
+
 def _are_alike(state: Any, other: Any) -> bool:
     """Whether two states have one structure, and arrays of the same shapes."""
     (one, kind), (two, kind_b) = map(jax.tree.flatten, (state, other))
@@ -336,14 +345,15 @@ def _foreign(leaves: Leaves, trained: Sequence[Any]) -> errors.StructureError:
     )
 
 
-def _of_all_parameters(name: str) -> errors.ArgumentTypeError:
+def _of_all_parameters(name: str, extra: Collection[str]) -> errors.ArgumentTypeError:
     fn = 'jax.grad(of_part)' if name == 'grad_fn' else 'of_part'
+    given = ', '.join([f'{k}={k}' for k in extra if k != name] + [f'{name}={fn}'])
     return errors.ArgumentTypeError(
         f'tx.update got {name}=, a function of all parameters, and sg.freeze shows its '
         'optimizer the trained ones only.\n'
         'Give optax the trained part, and the optimizer without sg.freeze:\n'
-        'part, rest = sg.partition(params, ~where)\n'
+        'part, rest = sg.partition(params, ~sg.filters.as_filter(where))\n'
         'of_part = lambda part: loss(sg.combine(part, rest))\n'
-        f'updates, state = tx.update(grads, state, part, {name}={fn})\n'
+        f'updates, state = tx.update(grads, state, part, {given})\n'
         'params = sg.combine(optax.apply_updates(part, updates), rest)'
     )

@@ -68,7 +68,7 @@ class Around(NamedTuple):
         cut: list[Choice | None] = [None] * len(leaves.values)
         values = [*leaves.values]
         for n, (path, leaf) in enumerate(leaves if known else ()):
-            rows, shape = known.get(path.variable.place, (None, ()))
+            rows, shape = known.get(path.place, (None, ()))
             if rows and shape_of(leaf) == shape_of_part(rows, shape):
                 cut[n], values[n] = rows, jax.ShapeDtypeStruct(shape, leaf.dtype)
         return leaves_of(leaves.restore(values)) if any(cut) else leaves, cut

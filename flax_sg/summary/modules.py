@@ -14,7 +14,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.flow import gradient_flow
-from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees.leaves import leaves_of
@@ -77,7 +77,7 @@ def tabulate(
         outputs see ``nn.tabulate``; for the running statistics that a call updates,
         ``testing.moves(variables, new_variables)``.
     """
-    is_graph = is_of_nnx(type(model), 'Module')
+    is_graph = is_nnx_model(model)
     if not is_graph and not isinstance(model, linen.Module):
         raise errors.ArgumentTypeError(
             f'tabulate() takes a Module instance, and was given {brief(model)}.\n'
@@ -129,8 +129,7 @@ def _for_init(x: Any) -> str:
     """What other functions take first, in words, or ''."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return 'a random key'
-    is_tree = isinstance(x, Mapping) and any(isinstance(y, Mapping) for y in x.values())
-    return 'a dict of dicts' if is_tree else ''
+    return 'variables' if isinstance(x, Mapping) and 'params' in x else ''
 
 
 # How many values are trained, and how many are not: stopped, not used, or integers.

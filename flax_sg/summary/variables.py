@@ -11,7 +11,7 @@ from flax import linen
 from flax_sg import filters
 from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters.paths import Path, natural_key
-from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees import leaves
@@ -109,7 +109,7 @@ def paths(
     elif args or kwargs:
         write = "sg.paths(tree, where='encoder/**')"
         raise wrong_argument((*args, kwargs)[0], 'input: a tree has none', write)
-    elif is_of_nnx(type(model), 'Module'):
+    elif is_nnx_model(model):
         classes = classes_of(model)
     found = list(leaves.leaves_of(tree))
     names = [path for path, _ in found]

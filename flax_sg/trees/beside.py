@@ -33,7 +33,7 @@ def beside(
         tree: the gradient.
         needed: the leaves at which it has to have a value.
         spared: returns the places of leaves at which it may lack one all the same.
-            It is called if something is missing. None by default.
+            It is called if something is missing. By default it may lack none.
 
     Returns:
         What it has at each leaf, ``ABSENT`` where it has nothing.
@@ -58,7 +58,8 @@ def beside(
                 f'there is nothing at {str(path)!r} in the gradient, and it is not '
                 'frozen.\n'
                 'wrt= selects what has a gradient, sg.freeze what is frozen.\n'
-                'Write sg.grad(loss, wrt=~where) beside sg.freeze(tx, where).'
+                'Write sg.grad(loss, wrt=~sg.filters.as_filter(where)) beside '
+                'sg.freeze(tx, where).'
             )
         if need and not (is_array(value) or jax.tree_util.all_leaves([value])):
             raise errors.StructureError(

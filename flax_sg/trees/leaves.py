@@ -8,6 +8,7 @@ modules and variables: everything below the last dict belongs to one variable.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -142,12 +143,13 @@ def arguments_of(
     if len({*positions}) == len(numbers):
         several = numbers is argnums
         return {n: Leaves(args[n], (str(n),) if several else ()) for n in positions}
-    name = getattr(argnums, '__name__', None) or repr(argnums)
-    raise errors.ArgumentTypeError(
-        f'argnums={name}: expected different positions of {len(args)} '
-        'arguments.\n'
-        f'To name leaves by path, write wrt=: sg.grad(fun, wrt={name}).'
-    )
+    given: Any = argnums
+    name = getattr(given, '__name__', None) or repr(given)
+    said = f'argnums={name}: expected different positions of {len(args)} arguments.'
+    with contextlib.suppress(errors.FilterTypeError):
+        filters.as_filter(given)  # It stands where wrt= was meant.
+        said += f'\nTo name leaves by path, write wrt=: sg.grad(fun, wrt={name}).'
+    raise errors.ArgumentTypeError(said)
 
 
 def tree_before(where: str, tree: Any) -> Leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -178,8 +179,7 @@ def chosen(
     else:
         where = filters.as_filter(where)
         meant = selected([tree.paths for tree in trees], where, unused)
-        for part in where.filters if isinstance(where, filters.Or) else (where,):
-            _check_differentiable(trees, part)
+        _check_differentiable([row for tree in trees for row in tree], where)
     return [
         [
             is_differentiable(leaf) and (take or overwritten(path))
@@ -194,19 +194,17 @@ def overwritten(path: Path) -> bool:
     return path.collection == OVERWRITE_WITH_GRADIENT
 
 
-def _check_differentiable(trees: Sequence[Leaves], part: filters.Filter) -> None:
-    if isinstance(part, filters.Constant):
-        return
-
+def _check_differentiable(
+    leaves: Sequence[tuple[Path, Any]], where: filters.Filter
+) -> None:
     # What is absent may have had a gradient.
-    def may_have(leaf: Any) -> bool:
-        return is_absent(leaf) or is_differentiable(leaf)
-
-    leaves = [(path, leaf) for tree in trees for path, leaf in tree]
-    taken = {path: leaf for path, leaf in leaves if not may_have(leaf) and part(path)}
-    others = (path for path, leaf in leaves if may_have(leaf))
-    if taken and not any(map(part, others)):
-        raise not_differentiable(part, taken)
+    may_have = [is_absent(leaf) or is_differentiable(leaf) for _, leaf in leaves]
+    fixed = [row for row, may in zip(leaves, may_have, strict=True) if not may]
+    for part in where.parts if isinstance(where, filters.Or) else (where,):
+        taken = {path: leaf for path, leaf in fixed if part(path)}
+        others = (path for path, _ in itertools.compress(leaves, may_have))
+        if taken and not (isinstance(part, filters.Constant) or any(map(part, others))):
+            raise not_differentiable(part, taken)
 
 
 def not_differentiable(

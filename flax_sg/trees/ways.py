@@ -96,13 +96,19 @@ class Ways:
         """The leaf at a path, or around it; None if there is none."""
         node = self._root
         while node in self._inside:
-            for keys, child in self._inside[node]:
-                if names[: len(keys)] == tuple(map(str, keys)):
-                    node, names = child, names[len(keys) :]
-                    break
-            else:
+            below = self._below[node]
+            ends = (n for n in range(len(names) + 1) if names[:n] in below)
+            if (end := next(ends, None)) is None:
                 return None
+            node, names = below[names[:end]], names[end:]
         return node
+
+    @functools.cached_property
+    def _below(self) -> dict[int, dict[Names, int]]:
+        return {
+            node: {tuple(map(str, keys)): child for keys, child in rows}
+            for node, rows in self._inside.items()
+        }
 
     def tell(self, path: Path, leaf: int, inner: int = 0) -> Path:
         """A path of a leaf, which knows the others from now on.

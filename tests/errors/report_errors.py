@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'variables as in apply': (
         lambda: sg.tabulate(fnn.Dense(2), {'params': {'kernel': 1.0}}, jnp.ones(2)),
-        'ArgumentTypeError: a dict of dicts | sg.tabulate(model, x)',
+        'ArgumentTypeError: gave Dense variables as | sg.tabulate(model, x)',
     ),
     'the value of a loss': (
         lambda: sg.live(jnp.ones(2), {'w': 1.0}),

@@ -14,6 +14,7 @@ from flax_sg import linen as nn
 
 PARAMS: Any = {'head': {'w': 1.0}, 'body': {'w': 2.0}}
 HEAD = {'head': {'w': 1.0}}
+where = 'head/**'
 # In a wrong place.
 HEADS: Any = 'head/**'
 LIST: Any = ['head']
@@ -56,6 +57,7 @@ def dot(params: Any) -> Any:
     return jnp.sum(params['a'] * params['b'])
 
 
+params, loss = PARAMS, product
 adam = optax.adam(0.1)
 frozen = sg.freeze(adam, 'a')
 
@@ -95,11 +97,19 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'an argument that there is not': (
         lambda: sg.grad(product, argnums=1)(PARAMS),
-        'ArgumentTypeError: sg.grad(fun, wrt=1)',
+        'ArgumentTypeError: argnums=1: expected different positions of 1 arguments.',
     ),
     'an argument of a report that there is not': (
         lambda: sg.gradient_flow(product, PARAMS, argnums=1),
-        'TypeError: argnums=1',
+        'ArgumentTypeError: argnums=1: expected different positions of 1 arguments.',
+    ),
+    'a filter in the place of argnums of a report': (
+        lambda: sg.gradient_flow(product, PARAMS, argnums=where),
+        "ArgumentTypeError: argnums='head/**' | wrt='head/**'",
+    ),
+    'no argument': (
+        lambda: sg.live(product, PARAMS, argnums=None),
+        'ArgumentTypeError: argnums=None',
     ),
     'outputs without others': (
         lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
@@ -119,7 +129,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'one filter for what is trained and what is frozen': (
         lambda: gradients(sg.grad(product, wrt='head/w')(PARAMS)),
-        "StructureError: 'body/w' | sg.grad(loss, wrt=~where) | sg.freeze(tx, where)",
+        "StructureError: 'body/w' | sg.freeze(tx, where)",
+        'sg.grad(loss, wrt=~sg.filters.as_filter(where))',
     ),
     'a mask of neither side': (
         lambda: sg.mask(PARAMS),
@@ -154,6 +165,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.adopt(PARAMS, adam, adam.init(PARAMS)),
         'ArgumentTypeError: sg.adopt(tx, params, state, old=old_tx)',
     ),
+    'a state in place of its transformation': (
+        lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=adam.init(VECTORS)),
+        'ArgumentTypeError: is no transformation, nor one for each state | '
+        'sg.adopt(tx, params, state, old=old_tx)',
+        lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=[adam]),
+    ),
+    'two transformations for one state': (
+        lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=[adam, adam]),
+        'ArgumentTypeError: is no transformation, nor one for each state',
+    ),
     'rows of a state that nobody names': (
         lambda: sg.adopt(
             sg.freeze(adam, sg.at('b', 1)),
@@ -164,7 +185,15 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a line search over all parameters': (
         lambda: frozen.update(VECTORS, frozen.init(VECTORS), VECTORS, value_fn=dot),
-        'ArgumentTypeError: sg.partition(params, ~where) | sg.combine(part, rest)',
+        'ArgumentTypeError: sg.combine(part, rest)',
+        'sg.partition(params, ~sg.filters.as_filter(where))',
+    ),
+    'a line search that is given values': (
+        lambda: frozen.update(
+            VECTORS, frozen.init(VECTORS), VECTORS, value=1.0, grad=1.0, value_fn=dot
+        ),
+        'ArgumentTypeError: '
+        'tx.update(grads, state, part, value=value, grad=grad, value_fn=of_part)',
     ),
     'a gradient of what is no parameter': (
         lambda: gradients({**PARAMS, 'tail': {'w': 1.0}}),

@@ -469,3 +469,18 @@ def test_code_that_is_run_as_a_text_has_lines():
     report = flow_of(names['loss'], {'a': A, 'b': B})
     assert report.status == (('stopped', 'flows'),)
     assert '<string>:2' in report.why('output', 'a').lines[0]
+
+
+def test_rows_are_named_without_a_look_at_all_the_others():
+    class Rows(tuple):
+        def __iter__(self):
+            nonlocal looked
+            looked += 1
+            return super().__iter__()
+
+    looked, params = 0, {f'p{n}': A for n in range(50)}
+    report = sg.gradient_flow(lambda p: p['p1'] * 2.0, params)
+    report = dataclasses.replace(report, parameters=Rows(report.parameters))
+    looked = 0
+    assert report.status_of('output', 'p1') == 'flows'
+    assert looked < 10

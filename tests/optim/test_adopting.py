@@ -15,6 +15,7 @@ from flax import serialization
 
 import flax_sg as sg
 from flax_sg import errors
+from flax_sg.optim import adopting
 from tests.helpers import oracle
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
@@ -311,3 +312,65 @@ def test_the_state_of_another_transformation():
     for tx in ADAM, optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9)):
         with pytest.raises(errors.StructureError, match="has '0/0/trace/"):
             sg.adopt(tx, PARAMS, state)
+
+
+def test_parameters_with_the_names_of_a_state():
+    params = {'w': jnp.ones(2), 'mu': {'w': jnp.ones(3)}, 'nu': jnp.ones(4)}
+    frozen = sg.freeze(ADAM, sg.at('w', np.s_[:1]))
+    _, state = frozen.update(params, frozen.init(params), params)
+    found: dict[str, Any] = {}
+    adopted = sg.adopt(ADAM, params, state, old=frozen, report=found.update)
+    for new, old in zip(adopted[0][1:], state[0][1:], strict=True):
+        oracle.assert_same((new['mu'], new['nu']), (old['mu'], old['nu']))
+        oracle.assert_same(new['w'], jnp.array([0.0, old['w'][0]]))
+    assert (found['in part'], found['fresh']) == (['w'], [])
+    adopted = sg.adopt(ADAM, params, adopted, fresh='mu/w', report=found.update)
+    for moments in adopted[0][1:]:
+        assert oracle.is_zero(moments['mu']['w'])
+        assert moments['w'][1] and moments['nu'].all()
+    assert found['fresh'] == ['mu/w']
+
+
+def test_numbers_for_rows_are_not_handed_to_other_rows():
+    params = {'a': jnp.arange(1.0, 9.0).reshape(4, 2)}
+    sm3 = optax.sm3(0.1, momentum=0.0)
+    one, same, two = (
+        sg.freeze(sm3, sg.at('a', rows)) for rows in (np.s_[:2], [0, 1], np.s_[2:])
+    )
+    _, state = one.update(params, one.init(params), params)
+    adopted = sg.adopt(two, params, state, old=one)
+    oracle.assert_same(adopted[0].mu, two.init(params)[0].mu)
+    oracle.assert_same(sg.adopt(same, params, state, old=one), state)
+    # A random key is none of these: it goes on.
+    noise = optax.GradientTransformation(
+        lambda p: jax.random.PRNGKey(0), lambda u, s, p=None: (u, s + jnp.uint32(1))
+    )
+    one, two = (sg.freeze(noise, sg.at('a', rows)) for rows in (np.s_[:2], np.s_[2:]))
+    _, state = one.update(params, one.init(params), params)
+    oracle.assert_same(sg.adopt(two, params, state, old=one), state)
+
+
+def test_each_number_of_a_state_is_not_asked_for_all_parameters(monkeypatch):
+    params = {f'p{n}': jnp.ones(2) for n in range(9)}
+    numbers = optax.GradientTransformation(
+        lambda p: jax.tree.map(lambda _: jnp.ones(()), p), lambda u, s, p=None: (u, s)
+    )
+    asked: list[Any] = []
+    shape_of_part = adopting.shape_of_part
+    monkeypatch.setattr(
+        adopting,
+        'shape_of_part',
+        lambda *args: asked.append(args) or shape_of_part(*args),
+    )
+    state = numbers.init(params)
+    oracle.assert_same(sg.adopt(numbers, params, state), state)
+    assert asked == []
+
+
+def test_a_mask_that_is_traced_is_named():
+    def adopted(mask):
+        new = sg.freeze(ADAM, {**dict.fromkeys(PARAMS, False), 'b': mask})
+        return sg.adopt(new, PARAMS, ADAM.init(PARAMS), old=ADAM)
+
+    with pytest.raises(errors.PartError, match=r"Which elements of 'b' are meant"):
+        jax.jit(adopted)(np.array([True, False]))

@@ -178,3 +178,13 @@ def test_a_freeze_between_two_that_cut_rows():
         each.update(GRADS[0], each.init(PARAMS), PARAMS)[0] for each in (three, one)
     )
     oracle.assert_same(found, expected)
+
+
+@pytest.mark.parametrize('wrap', [lambda w: {'l': w}, lambda w: {'l': [w]}, tuple])
+def test_rows_within_rows_of_an_array_anywhere(wrap):
+    params = wrap([jnp.ones((4, 2))] if wrap is tuple else jnp.ones((4, 2)))
+    inner = sg.freeze(optax.sgd(1.0), sg.at(True, np.s_[2:3]))
+    tx = sg.freeze(inner, sg.at(True, np.s_[:1]))
+    updates, _ = tx.update(params, tx.init(params), params)
+    [found] = jax.tree.leaves(updates)
+    oracle.assert_same(found, jnp.array([[-0.0, -1.0, -0.0, -1.0]] * 2).T)

@@ -279,7 +279,12 @@ def test_a_filter_that_freezes_everything_warns(name):
         warnings.simplefilter('always')
         sg.freeze(optax.sgd(0.1), where).init(params)
         sg.freeze(optax.sgd(0.1), where, unused='ignore').init(params)
-    assert [('nothing is trained' in str(w.message)) for w in caught] == [True] * warns
+    texts = [str(w.message) for w in caught]
+    assert ['nothing is trained' in text for text in texts] == [True] * warns
+    fix = 'sg.freeze(tx, ~sg.filters.as_filter(where))'
+    for text in texts:
+        assert fix in text
+        eval(fix, {'sg': sg, 'tx': optax.sgd(0.1), 'where': where})
 
 
 @pytest.mark.parametrize('rows', [np.s_[:], np.s_[:1]])
@@ -670,3 +675,14 @@ def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit(
         tx.update(params, state, params)
     with pytest.raises(errors.StructureError, match='does not belong'):
         tx.update(params, frozen_dict(state), params)
+
+
+def test_an_optimizer_that_asks_for_values_raises_its_own_error():
+    def update(updates, state, params=None):
+        raise ValueError('of its own')
+
+    sizes = lambda p: [float(x) for x in jax.tree.leaves(p)]  # noqa: E731
+    tx = sg.freeze(optax.GradientTransformation(sizes, update), 'body')
+    params = {'body': 1.0, 'head': jnp.ones(())}
+    with pytest.raises(ValueError, match=r'^of its own$'):
+        tx.update(params, tx.init(params), params)

@@ -394,3 +394,13 @@ def test_a_usual_model_is_read_on_a_screen_of_80_columns():
     names = ['parameters', 'trainable', 'gradient']
     assert whole[0].split() == ['module', *names]
     assert shown(Transformer(), depth=1)[0].split() == ['module', 'class', *names]
+
+
+def test_an_error_in_a_model_that_takes_dicts_of_dicts_is_its_own():
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, batch):
+            return linen.Dense(2)(batch['x']['ids'].nothing)
+
+    with pytest.raises(AttributeError, match='nothing'):
+        sg.tabulate(Model(), {'x': {'ids': jnp.ones((2, 2))}})

@@ -284,3 +284,22 @@ def test_a_function_is_not_asked_for_paths_without_end(monkeypatch):
         with pytest.raises(sg.errors.FilterTypeError, match='share modules so often'):
             sg.paths(model, where=where)
         assert [x.selected for x in sg.paths(levels(8), where=where)] == [False, True]
+
+
+def test_a_leaf_is_found_without_a_look_at_all_the_others():
+    class Rows(list):
+        def __iter__(self):
+            nonlocal looked
+            looked += 1
+            return super().__iter__()
+
+    looked, count = 0, 50
+    rows = Rows([(('layers', n), n + 1) for n in range(count)] + [(('w',), 99)])
+    inside = ways.Ways(0, {0: rows}, ways.path_at)
+    looked = 0
+    for n in range(count):
+        assert inside.at(('layers', str(n))) == inside.at(('layers', str(n), 'value'))
+        assert inside.at(('layers', str(n))) == n + 1
+    assert inside.at(('w',)) == 99
+    assert inside.at(('v',)) is inside.at(('layers',)) is None
+    assert looked <= 1
