@@ -3,21 +3,16 @@
 ``python -m benchmarks.picture`` redraws charts and pages from the stored results.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-from matplotlib.figure import Figure
 
 from benchmarks import report
+from benchmarks.charts import MASKS, OTHERS, OURS, draw
 from benchmarks.measure import Figures
 from benchmarks.rivals import BY_HAND
 
 RESULTS = Path(__file__).parent / 'results'
 WORKLOAD = 'transformer, frozen backbone'
 # The label and the colour of each bar, by way to freeze.
-OURS, OTHERS, MASKS = '#0072b2', '#8c8c8c', '#d55e00'
 BARS = {
     BY_HAND: ('jax.lax.stop_gradient by hand', OTHERS),
     'flax_sg block': ('flax_sg: nn.stop_gradient', OURS),
@@ -30,13 +25,6 @@ BARS = {
     'optax mask, one jit': ('optax mask, one jit', MASKS),
     'optax mask': ('optax mask, two jits', MASKS),
     'optax mask, one jit, clip': ('optax mask, one jit, clip', MASKS),
-}
-STYLE = {
-    'axes.spines.right': False,
-    'axes.spines.top': False,
-    'axes.spines.bottom': False,
-    'font.size': 11,
-    'svg.hashsalt': 'flax_sg',
 }
 
 
@@ -62,39 +50,6 @@ def save(path: Path, results: report.Results) -> None:
         f'relative to stops by hand, quartiles; {results.device}'
     )
     draw(path, title, [(n, c, (s.low, s.median, s.high)) for n, c, s in bars], 1.0)
-
-
-def draw(
-    path: Path,
-    title: str,
-    bars: Sequence[tuple[str, str, tuple[float, float, float]]],
-    line: float | None = None,
-    form: str = '.2f',
-) -> None:
-    """Draws a bar chart.
-
-    Args:
-        path: the file.
-        title: stands above it.
-        bars: the label, the colour and the quartiles of each.
-        line: where to draw a dotted line.
-        form: how numbers are written.
-    """
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 1.1 + 0.3 * len(bars)), layout='constrained')
-        axes: Any = figure.subplots()
-        for y, (name, color, (low, size, high)) in enumerate(bars):
-            reach = [[size - low], [high - size]] if low < high else None
-            axes.barh(y, size, xerr=reach, color=color, ecolor='#333333')
-            axes.text(high, y, f' {size:{form}}', va='center')
-            axes.text(0, y, f'{name} ', va='center', ha='right')
-        if line is not None:
-            axes.axvline(line, color='#333333', lw=0.8, ls=':')
-        largest = max((high for _, _, (_, _, high) in bars), default=1.0)
-        axes.set(xticks=[], yticks=[], xlim=(0, 1.15 * largest))
-        axes.invert_yaxis()
-        figure.suptitle(title, x=0.01, ha='left', fontsize=11)
-        figure.savefig(path, metadata={'Date': None})
 
 
 def write(file: Path, results: report.Results) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.accelerators.rows import Row
-from benchmarks.picture import MASKS, OTHERS, OURS, draw
+from benchmarks.charts import MASKS, OTHERS, OURS, draw
 
 # The devices that are not there, the case, and the label and the colour of each bar, by
 # way to freeze.
