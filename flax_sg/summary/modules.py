@@ -129,7 +129,14 @@ def _for_init(x: Any) -> str:
     """What other functions take first, in words, or ''."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return 'a random key'
-    return 'variables' if isinstance(x, Mapping) and 'params' in x else ''
+    if isinstance(x, Mapping):
+        names = {str(path).rpartition('/')[2] for path in leaves_of(x).paths}
+        return 'variables' if 'params' in x or names & _NAMES else ''
+    return ''
+
+
+# What Flax's layers call their parameters.
+_NAMES = {'kernel', 'bias', 'scale', 'embedding'}
 
 
 # How many values are trained, and how many are not: stopped, not used, or integers.

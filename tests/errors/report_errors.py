@@ -132,6 +132,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     'variables as in apply': (
         lambda: sg.tabulate(fnn.Dense(2), {'params': {'kernel': 1.0}}, jnp.ones(2)),
         'ArgumentTypeError: gave Dense variables as | sg.tabulate(model, x)',
+        lambda: sg.tabulate(fnn.Dense(2), jnp.ones(2)),
+    ),
+    'parameters as in a step': (
+        lambda: sg.tabulate(fnn.Dense(2), {'body': {'kernel': 1.0}}, jnp.ones(2)),
+        'ArgumentTypeError: gave Dense variables as | sg.tabulate(model, x)',
     ),
     'the value of a loss': (
         lambda: sg.live(jnp.ones(2), {'w': 1.0}),
