@@ -78,7 +78,10 @@ def verdict(block: Block) -> errors.FlaxSGError | None:
 
 def is_certain(block: Block) -> bool:
     """Whether no compiled program can have what a block does not meet."""
-    return block.tree is not None or block.lease.is_new
+    lease = block.lease
+    # A block of another thread, with the same number, may have traced one since.
+    is_new = lease.is_new and not (lease.is_blank and lease.number.history.has_traces)
+    return block.tree is not None or is_new
 
 
 def _meet_the_rest(block: Block) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -129,7 +130,8 @@ class _Forwards:
                 return getattr(wrapper.module, name)(*args, **kwargs)
 
         name_of = type(self).__name__
-        return residuals.call(name_of, innermost(self), self, use, (args, kwargs))
+        out = residuals.call(name_of, innermost(self), self, use, (args, kwargs))
+        return self._seen(name, out)  # A module in it reads when it is used.
 
     def __getattr__(self: Any, name: str) -> Any:
         """What the wrapped module has under this name, as seen in the block."""
@@ -156,10 +158,8 @@ class _Forwards:
             return value
         if isinstance(value, modules.Module):
             return self._part(value)
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)(self._seen(name, item) for item in value)
-        if isinstance(value, (dict, FrozenDict)):
-            return type(value)({k: self._seen(name, v) for k, v in value.items()})
+        if isinstance(value, (list, tuple, dict, FrozenDict)):
+            return self._seen_within(name, value)
         # Such a value reads when it is used, and the block has closed by then.
         is_function = isinstance(value, contents.FUNCTIONS)
         if isinstance(value, modules.Variable) or (
@@ -167,6 +167,16 @@ class _Forwards:
         ):
             raise _read_later(self, name, 'function' if is_function else 'Variable')
         return value
+
+    def _seen_within(self: Any, name: str, value: Any) -> Any:
+        is_dict = isinstance(value, (dict, FrozenDict))
+        items = [*value.values()] if is_dict else [*value]
+        seen = [self._seen(name, item) for item in items]
+        if all(map(operator.is_, seen, items)):
+            return value
+        if hasattr(value, '_fields'):  # A NamedTuple.
+            return type(value)(*seen)
+        return type(value)(zip(value, seen, strict=True) if is_dict else seen)
 
     def _part(self: Any, part: Any) -> Any:
         """A wrapper of a part of the module, with the same paths."""

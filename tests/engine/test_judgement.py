@@ -10,7 +10,9 @@ import functools
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +377,24 @@ def test_the_exception_of_a_body_is_not_one_of_a_filter(unused, elsewhere):
     assert info.value.__context__ is None
     if unused == 'ignore':
         assert run(has_second=False).shape == X.shape
+
+
+def test_a_program_that_another_thread_traced_meanwhile_under_the_same_number():
+    variables = fnn.Dense(2).init(KEY, X)
+    step = jax.jit(jax.grad(lambda v: jnp.sum(fnn.Dense(2).apply(v, X))))
+    is_open, is_traced = threading.Event(), threading.Event()
+    block = functools.partial(nn.stop_gradient, 'kern*')
+
+    def late() -> Any:
+        with block():
+            is_open.set()
+            assert is_traced.wait(60)
+            return step(variables)
+
+    with ThreadPoolExecutor(1) as pool:
+        grads = pool.submit(late)
+        assert is_open.wait(60)
+        with block():
+            step(variables)
+        is_traced.set()
+        assert oracle.is_zero(grads.result()['params']['kernel'])

@@ -4,12 +4,13 @@ What it should compute comes from the same program without it, on copies of the 
 that are stopped by hand.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import flax
@@ -690,3 +691,70 @@ def test_held_state_comes_back_after_an_exception() -> None:
     variables = Catches().init(KEY)
     _, written = Catches().apply(variables, mutable=['counts'])
     assert_same(written, variables)
+
+
+class Halves(NamedTuple):
+    """Two modules."""
+
+    one: Any
+    other: Any
+
+
+class HandsOut(linen.Module):
+    """Gives away its modules."""
+
+    def setup(self) -> None:
+        self.halves = Halves(linen.Dense(2, name='one'), linen.Dense(2, name='other'))
+
+    def first(self) -> Any:
+        return self.halves.one
+
+    def both(self) -> Any:
+        return {'both': [self.halves.one, self.halves.other]}
+
+    def later(self) -> Any:
+        return lambda x: self.halves.one(x)
+
+    def counts(self) -> Any:
+        return collections.defaultdict(int, one=1)
+
+    def __call__(self, x: Any) -> Any:
+        return self.halves.other(self.halves.one(x))
+
+
+@pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror])
+@pytest.mark.parametrize(
+    'read',
+    [
+        lambda module: module.halves.one,
+        lambda module: module.first(),
+        lambda module: module.both()['both'][0],
+    ],
+)
+def test_modules_that_are_handed_out_are_seen_in_the_block(
+    wrap: Any, read: Any
+) -> None:
+    x = jnp.ones((1, 2))
+    variables = HandsOut().init(jax.random.key(0), x)
+
+    class Reads(linen.Module):
+        def setup(self) -> None:
+            self.inner = HandsOut()
+
+        def __call__(self, x: Any) -> Any:
+            wrapper = wrap(self.inner)
+            assert wrapper.counts() == {'one': 1}
+            with pytest.raises(errors.BlockError, match='later'):
+                wrapper.later()
+            return jnp.sum(read(wrapper)(x) * self.inner(x))
+
+    def by_hand(params: Any) -> Any:
+        stopped = jax.lax.stop_gradient({'params': params['one']})
+        out = HandsOut().apply({'params': params}, x)
+        return jnp.sum(linen.Dense(2).apply(stopped, x) * out)
+
+    def loss(params: Any) -> Any:
+        return Reads().apply({'params': {'inner': params}}, x)
+
+    params = variables['params']
+    oracle.assert_same(jax.grad(loss)(params), jax.grad(by_hand)(params))
