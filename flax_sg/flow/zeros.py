@@ -98,13 +98,13 @@ _EACH = frozenset(
         *('psum', 'psum2', 'psum_invariant', 'pmax', 'pmin', 'pbroadcast', 'ppermute'),
         *('all_gather', 'all_gather_invariant', 'all_gather_reduced', 'all_to_all'),
         *('reduce_scatter', 'unreduced_psum', 'sort', 'cumsum', 'cumprod', 'cummax'),
-        *('cummin', 'fft', 'rev', 'reduce_window_sum', 'reshape', 'slice', 'tile'),
+        *('cummin', 'fft', 'reduce_window_sum', 'slice', 'tile'),
         *('dynamic_slice', 'top_k', 'select_and_scatter_add'),
     )
 )
 # All zeros if these operands are.
 _TOGETHER = {
-    **dict.fromkeys(('concatenate', 'stack', 'clamp'), slice(None)),
+    **dict.fromkeys(('stack', 'clamp'), slice(None)),
     **dict.fromkeys(('dynamic_update_slice', 'scatter_add'), slice(2)),
     **dict.fromkeys(('scatter', 'scatter-add', 'scatter-mul'), slice(0, 3, 2)),
     **dict.fromkeys(('select_and_gather_add', 'split'), slice(1)),
@@ -246,7 +246,16 @@ def _spread(mask: Mask, eqn: Any) -> Mask:
     return mask.reshape(axes)
 
 
+def _reshaped(mask: Mask, eqn: Any) -> Mask:
+    [operand, *_], shape = eqn.invars, eqn.outvars[0].aval.shape
+    if mask.size <= 1 or eqn.params.get('dimensions') is not None:
+        return np.full((1,) * len(shape), mask.all())
+    return small(np.broadcast_to(mask, operand.aval.shape).reshape(shape))
+
+
 _MOVES: dict[str, Callable[[Mask, Any], Mask]] = {
+    'reshape': _reshaped,
+    'rev': lambda mask, eqn: np.flip(mask, eqn.params['dimensions']),
     'broadcast_in_dim': _spread,
     'transpose': lambda mask, eqn: mask.transpose(eqn.params['permutation']),
     'squeeze': lambda mask, eqn: mask.squeeze(eqn.params['dimensions']),
@@ -273,6 +282,17 @@ def _gathered(eqn: Any, ins: Sequence[Value]) -> Mask:
     return ins[0].zero.all() & np.array(is_zero)
 
 
+def _joined(eqn: Any, ins: Sequence[Value]) -> Mask:
+    axis, masks = eqn.params['dimension'], [one.zero for one in ins]
+    if all(mask.all() for mask in masks) or not any(mask.any() for mask in masks):
+        return _all(ins)  # It stays small.
+    sizes = np.max([mask.shape for mask in masks], 0)
+    shapes = (
+        (*sizes[:axis], var.aval.shape[axis], *sizes[axis + 1 :]) for var in eqn.invars
+    )
+    return np.concatenate([*map(np.broadcast_to, masks, shapes)], axis)
+
+
 def _select(eqn: Any, ins: Sequence[Value]) -> Mask:
     which, *cases = ins
     if len(cases) != 2:
@@ -284,14 +304,18 @@ def _select(eqn: Any, ins: Sequence[Value]) -> Mask:
 def _padded(eqn: Any, ins: Sequence[Value]) -> Mask:
     one, value = ins
     config, shape = eqn.params['padding_config'], eqn.invars[0].aval.shape
-    is_cut = any(min(padding) < 0 or padding[2] for padding in config)
+    is_cut = any(min(padding) < 0 for padding in config)
     if is_cut or not value.zero.all():
         return value.zero & one.zero.all()
     # Axes that are not padded stay small.
     rows = zip(shape, one.zero.shape, config, strict=True)
-    sizes = [size if low or high else other for size, other, (low, high, _) in rows]
-    ends = [(low, high) for low, high, _ in config]
-    return np.pad(np.broadcast_to(one.zero, sizes), ends, constant_values=True)
+    sizes = [size if any(padding) else other for size, other, padding in rows]
+    rows = [*zip(sizes, config, strict=True)]
+    whole = [low + high + n + max(n - 1, 0) * gap for n, (low, high, gap) in rows]
+    out = np.ones(whole, bool)
+    ends = [(low, low + max(n - 1, 0) * gap + n, gap + 1) for n, (low, _, gap) in rows]
+    out[tuple(slice(*end) for end in ends)] = one.zero
+    return out
 
 
 _MEET: dict[str, Callable[[Any, Sequence[Value]], Mask]] = {
@@ -304,6 +328,7 @@ _MEET: dict[str, Callable[[Any, Sequence[Value]], Mask]] = {
     'integer_pow': lambda eqn, ins: ins[0].zero & (eqn.params['y'] > 0),
     'reduce_sum': _reduced,
     **dict.fromkeys(('reduce_prod', 'reduce_max', 'reduce_min'), _reduced_some),
+    'concatenate': _joined,
     'gather': _gathered,
     'select_n': _select,
     'pad': _padded,

@@ -354,3 +354,38 @@ def test_a_branch_for_each_row_is_reported_as_one_for_all(branch, way):
         return FOR_EACH_ROW[way](lambda row: fn(p, row))
 
     assert str(sg.gradient_flow(for_each, params)) == str(for_all)
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize(
+    ('stopped', 'rest', 'trained'),
+    [
+        (
+            lambda w: jnp.split(w, 3, axis=1)[0],
+            lambda w: jnp.split(w, 3, axis=1)[1:],
+            np.s_[:, 2:],
+        ),
+        (
+            lambda w: w.reshape(2, 3, 2)[:, 0],
+            lambda w: w.reshape(2, 3, 2)[:, 1:],
+            np.s_[:, 2:],
+        ),
+        (lambda w: w[:, ::2], lambda w: w[:, 1::2], np.s_[:, 1::2]),
+        (lambda w: w[::-1][:1], lambda w: w[::-1][1:], np.s_[:1]),
+    ],
+    ids=['split', 'reshape', 'steps', 'reversed'],
+)
+def test_a_part_is_followed_through_what_moves_it(stopped, rest, trained):
+    """Queries, keys and values in one array, of which one is stopped."""
+
+    def loss(params):
+        part = jax.lax.stop_gradient(stopped(params['w']))
+        others = jax.tree.leaves(rest(params['w']))
+        return jnp.sum(jnp.tanh(part)) * sum(jnp.sum(other**2) for other in others)
+
+    params = {'w': 1.0 + jnp.arange(12.0).reshape(2, 6)}
+    testing.assert_trains_only(loss, sg.at('w', trained), params)
+    tx = sg.freeze(optax.adamw(0.1, weight_decay=0.5), ~sg.live(loss, params))
+    grads = jax.grad(loss)(params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates['w'] == 0.0, grads['w'] == 0.0)

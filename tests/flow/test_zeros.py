@@ -30,6 +30,16 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     'rows of zeros': lambda x: jnp.sum(x * SOME[:, :1], axis=1),
     'parts': lambda x: jnp.split(x * NONE, [1]),
     'joined': lambda x: jnp.concatenate([x * NONE, x * NONE]),
+    'joined parts': lambda x: jnp.concatenate([x * NONE, x, x * SOME], axis=1),
+    'joined and small': lambda x: jnp.concatenate([x * SOME[:1], x * NONE], axis=0),
+    'reshaped': lambda x: (x * SOME).reshape(3, 1, 2),
+    'of one row, reshaped': lambda x: (x * SOME[:1]).ravel(),
+    'all of it, reshaped': lambda x: (x * NONE).reshape(6),
+    'reversed': lambda x: (x * SOME)[::-1, ::-1],
+    'padded within': lambda x: lax.pad(x * SOME, 0.0, ((1, 0, 2), (0, 1, 1))),
+    'padded within, and small': lambda x: lax.pad(
+        x * SOME[:1], 0.0, ((0, 0, 0), (0, 0, 2))
+    ),
     'sorted': lambda x: jnp.sort(x * NONE),
     'a maximum': lambda x: jnp.max(x * NONE, axis=1),
     'gathered': lambda x: jnp.take(x * NONE, jnp.array([0, 5]), axis=0, mode='clip'),
