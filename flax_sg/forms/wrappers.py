@@ -169,6 +169,7 @@ class _Forwards:
         return value
 
     def _seen_within(self: Any, name: str, value: Any) -> Any:
+        """A list, tuple or dict as somebody sees it; itself, if it holds no module."""
         is_dict = isinstance(value, (dict, FrozenDict))
         items = [*value.values()] if is_dict else [*value]
         seen = [self._seen(name, item) for item in items]
