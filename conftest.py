@@ -27,7 +27,7 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 # flax_sg.nnx asks for flax 0.12.1: with 0.12.0 there is nothing to test. The tests
 # that are left out with it stand in tests/conftest.py.
 if metadata.version('flax') == '0.12.0':
-    collect_ignore = ['flax_sg/nnx.py', 'flax_sg/graphs', 'benchmarks/graphs.py']
+    collect_ignore = ['flax_sg/nnx', 'benchmarks/graphs.py']
 
 
 @pytest.hookimpl(trylast=True)

@@ -32,7 +32,7 @@ FOLDER = ROOT / '.faults'
 README = ROOT / 'tests' / 'README.md'
 SECONDS_OF_A_TEST = 120  # Then it counts as one that does not end.
 # The folder of tests of a package, where it has another name.
-TESTS = {'graphs': 'nnx', '': 'commandline'}
+TESTS = {'': 'commandline'}
 NOT_COPIED = ('.git', '.venv*', '.faults', '__pycache__', '_build', 'dist', '.*_cache')
 # A row of the table in README.md: the fault, the test that caught it, the seconds.
 ROW = re.compile(r'^\| `(?P<name>.+?)` \| `(?P<test>.*?)` \| (?P<seconds>[\d.]+) \|$')

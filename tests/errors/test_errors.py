@@ -398,7 +398,7 @@ ELSEWHERE = {
         "unsupported([f'{place} ({error})'], who)",
     ): 'as in the same file; each name in test_versions.py',
     (
-        'nnx.py',
+        'nnx/__init__.py',
         '_errors.UnsupportedVersionError("flax_sg.nnx needs flax 0.12'
         '.1 or newer: Variables of this one have no get_value.\\nUpdat'
         "e it: pip install 'flax>=0.12.1'. flax_sg.linen works with t"

@@ -16,7 +16,7 @@ from flax import nnx as flax_nnx
 
 import flax_sg as sg
 from flax_sg import errors, nnx, testing
-from flax_sg.graphs.views import VIEWS
+from flax_sg.nnx.views import VIEWS
 from tests.helpers import nnx_by_hand as by_hand
 from tests.helpers import oracle
 from tests.helpers.nnx_by_hand import Layer, Net, X, pure, total, zeros

@@ -14,9 +14,9 @@ from flax import nnx
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part
 from flax_sg.filters.paths import Path
-from flax_sg.graphs.asking import IN_VARIABLES, ask, parameters
-from flax_sg.graphs.views import VIEWS
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.nnx.asking import IN_VARIABLES, ask, parameters
+from flax_sg.nnx.views import VIEWS
 from flax_sg.trees.walks import Walk
 
 M = TypeVar('M')

@@ -11,9 +11,9 @@ from flax_sg import filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
 from flax_sg.forms import cotangent_blocks, value_blocks
-from flax_sg.graphs.asking import parameters
-from flax_sg.graphs.values import other_values
-from flax_sg.graphs.views import view
+from flax_sg.nnx.asking import parameters
+from flax_sg.nnx.values import other_values
+from flax_sg.nnx.views import view
 from flax_sg.trees.walks import Walk
 
 M = TypeVar('M')

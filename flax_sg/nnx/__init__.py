@@ -26,18 +26,18 @@ if not hasattr(_nnx.Variable, 'get_value'):
         "Update it: pip install 'flax>=0.12.1'. flax_sg.linen works with this one."
     )
 
-from flax_sg.graphs.choosing import DiffState as DiffState
-from flax_sg.graphs.choosing import Optimizer as Optimizer
-from flax_sg.graphs.choosing import where as where
-from flax_sg.graphs.forms import clip_gradient as clip_gradient
-from flax_sg.graphs.forms import map_cotangent as map_cotangent
-from flax_sg.graphs.forms import print_cotangent as print_cotangent
-from flax_sg.graphs.forms import replace_cotangent as replace_cotangent
-from flax_sg.graphs.forms import reverse_gradient as reverse_gradient
-from flax_sg.graphs.forms import scale_gradient as scale_gradient
-from flax_sg.graphs.forms import stop_gradient as stop_gradient
-from flax_sg.graphs.forms import substitute as substitute
-from flax_sg.graphs.forms import train_only as train_only
+from flax_sg.nnx.choosing import DiffState as DiffState
+from flax_sg.nnx.choosing import Optimizer as Optimizer
+from flax_sg.nnx.choosing import where as where
+from flax_sg.nnx.forms import clip_gradient as clip_gradient
+from flax_sg.nnx.forms import map_cotangent as map_cotangent
+from flax_sg.nnx.forms import print_cotangent as print_cotangent
+from flax_sg.nnx.forms import replace_cotangent as replace_cotangent
+from flax_sg.nnx.forms import reverse_gradient as reverse_gradient
+from flax_sg.nnx.forms import scale_gradient as scale_gradient
+from flax_sg.nnx.forms import stop_gradient as stop_gradient
+from flax_sg.nnx.forms import substitute as substitute
+from flax_sg.nnx.forms import train_only as train_only
 
 if not _typing.TYPE_CHECKING:
 
