@@ -33,8 +33,8 @@ user_context = jax.make_user_context(0)
 # part of the cache keys, since it changes what is traced.
 running_averages = jax.make_user_context(False)
 
-# Whether freezes of optimizers mark their state, and which rows are cut already.
-freezes = jax.make_user_context((False, ()))
+# Whether freezes of optimizers mark their state, and whether one around has cut rows.
+freezes = jax.make_user_context((False, False))
 
 
 def current_trace() -> Any:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_sg import errors, filters
+from flax_sg import errors
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.optim.masks import parameters_of
 from flax_sg.optim.selections import Names, Selection, names_of, selections
@@ -26,9 +26,7 @@ from flax_sg.trees.leaves import (
     Leaves,
     is_differentiable,
     is_number,
-    selected,
     shape_of,
-    whole,
 )
 from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
 
@@ -48,7 +46,6 @@ def adopt(
     state: Any,
     *earlier: Any,
     old: Any = None,
-    fresh: filters.Where = False,
     report: Callable[[dict[str, list[str]]], Any] | None = None,
 ) -> Any:
     """Keeps the optimizer's state when you freeze or thaw parameters.
@@ -78,9 +75,6 @@ def adopt(
             It is needed if it or ``tx`` freezes rows of an array (``sg.at``): a state
             does not tell which rows it is of. In both, ``sg.freeze`` may stand in
             any other transformation; both are traced with ``params``.
-        fresh: the parameters that begin anew, whatever the states know: any kind of
-            filter. None by default. What SM3 keeps for rows and columns belongs to no
-            parameter, and goes on.
         report: called with a dict of four lists, as printed above: the parameters whose
             values were carried, were carried in part, are fresh, or were dropped. What
             belongs to no parameter is named by its place in the state.
@@ -126,15 +120,12 @@ def adopt(
             _check_transformation(owners, dict(pairs), values)
         if was is None:
             _check_rows(owners, pairs, values)
-    begin = filters.as_filter(fresh)
-    [said] = selected([leaves.paths], begin)
-    whole(said, leaves.paths, 'fresh=')
     found: dict[Names, tuple[Any, str]] = {}
     # By the part of the state that they stand in, what became of moments.
     moments: dict[Names, set[str]] = {}
     for names, made in pairs:
         owner = owners[names]
-        begins = 'hyperparams' in owner.around or owner.begins(begin)
+        begins = 'hyperparams' in owner.around
         given = [
             (values[names], None if was is None else was[names])
             for values, was in zip(states, before, strict=True)
@@ -187,10 +178,6 @@ class _Owner(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter; () if there is none."""
         return self.of.shapes[self.number] if self.number >= 0 else ()
-
-    def begins(self, anew: filters.Filter) -> bool:
-        """Whether the parameter begins anew, as ``fresh=`` says."""
-        return self.number >= 0 and bool(anew(self.of.paths[self.number]))
 
     def owns(self, made: Any) -> bool:
         """Whether a value belongs to a parameter; a number may be that of a tree."""

@@ -19,7 +19,14 @@ from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.tracing import Tracer
 from flax_sg.optim.masks import parameters_of, trained_leaves
-from flax_sg.optim.selections import Marked, Selection, around, inside, selections
+from flax_sg.optim.selections import (
+    Marked,
+    Selection,
+    inside,
+    marks,
+    rows_are_cut,
+    selections,
+)
 from flax_sg.trees.beside import beside, other_shape
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -27,9 +34,8 @@ from flax_sg.trees.leaves import (
     check_unused,
     is_number,
     is_whole,
-    shape_of,
 )
-from flax_sg.trees.rows import Choice, among, choice_of
+from flax_sg.trees.rows import Choice, choice_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -49,40 +55,36 @@ class Freeze:
 
     def _parameters(
         self, params: Any, unused: str = 'ignore'
-    ) -> tuple[Leaves, list[Any], tuple[Leaves, list[Any]]]:
+    ) -> tuple[Leaves, list[Any]]:
         """The parameters, and for each whether it is trained, or which rows or part.
 
         Args:
             params: the parameters, or gradients in their place.
             unused: what to do with a filter that matches nothing.
-
-        Returns:
-            Both twice: as they are given, and as whole arrays, if freezes around this
-            one have cut some.
         """
         leaves = parameters_of(params)
-        whole, cut = around().whole(leaves)
         with raised_by('sg.freeze'):
             # optax asks for the state of parameters without leaves.
             unused = unused if leaves.values else 'ignore'
-            said = trained_leaves(whole, self.where, unused)
-        found = [
-            choice_of(takes, leaf, path) or takes
-            for takes, (path, leaf) in zip(said, whole, strict=True)
+            parts = trained_leaves(leaves, self.where, unused)
+        for part, path in zip(parts, leaves.paths, strict=True):
+            if isinstance(part, filters.Part) and rows_are_cut():
+                raise _rows_in_rows(path)
+        return leaves, [
+            choice_of(part, leaf, path) or part
+            for part, (path, leaf) in zip(parts, leaves, strict=True)
         ]
-        both = [*map(among, cut, found, map(shape_of, whole.values))]
-        return leaves, [one for one, _ in both], (whole, [one for _, one in both])
 
     def init(self, params: Any) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
-        marks = around().marks
-        unused = 'ignore' if marks else self.unused
-        leaves, trained, of_whole = self._parameters(params, unused)
-        if leaves.values and not any(trained) and not marks:
+        is_marked = marks()
+        unused = 'ignore' if is_marked else self.unused
+        leaves, trained = self._parameters(params, unused)
+        if leaves.values and not any(trained) and not is_marked:
             self._warn_of_nothing()
-        with inside(*of_whole):
+        with inside(trained):
             state = self.tx.init(pruned(leaves, trained))
-        return Marked(state, Selection.of(*of_whole)) if marks else state
+        return Marked(state, Selection.of(leaves, trained)) if is_marked else state
 
     def _warn_of_nothing(self) -> None:
         """Warns that nothing is trained, unless the filter says so plainly."""
@@ -106,20 +108,16 @@ class Freeze:
         for name in ('value_fn', 'grad_fn', 'obj_fn'):
             if name in extra:
                 raise _of_all_parameters(name, extra)
-        given = updates if params is None else params
-        leaves, trained, of_whole = self._parameters(given)
-        with inside(*of_whole):
-            shown, grads = pruned(leaves, trained), leaves.values
+        leaves, trained = self._parameters(updates if params is None else params)
+        rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
+        with inside(trained):
+            shown = pruned(leaves, trained)
+            grads = leaves.values
             if params is not None:
-                spared = functools.cache(lambda: _frozen_in(self.tx, shown))
-                grads = beside(leaves, updates, trained, spared)
-            for name, value in extra.items():  # Other trees like the parameters.
-                found, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-                if treedef == leaves.treedef:
-                    extra[name] = pruned(leaves, trained, found)
-            rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
+                grads = self._gradients(updates, leaves, trained, shown)
             seen = leaves.treedef.unflatten(map(_seen, rows, grads))
             own = None if params is None else shown
+            extra = {k: _of_trained(v, leaves, trained) for k, v in extra.items()}
             try:
                 new, after = self.tx.update(seen, state, own, **extra)
                 out = map(_update, rows, leaves.treedef.flatten_up_to(new))
@@ -128,10 +126,20 @@ class Freeze:
                 if _may_be_of(self.tx, state, shown):
                     raise
                 raise _foreign(leaves, trained) from error
-        cuts = any(isinstance(takes, Choice) for takes in trained)
-        if cuts and not _are_alike(state, after):  # One row became several.
-            raise _foreign(leaves, trained)
+            cuts = any(isinstance(part, Choice) for part in trained)
+            if cuts and _is_broadcast(self.tx, shown, state, after):
+                raise _foreign(leaves, trained)
         return updates, after
+
+    def _gradients(
+        self, gradients: Any, leaves: Leaves, trained: Sequence[Any], shown: Any
+    ) -> list[Any]:
+        """The gradient of each parameter; raises if one lacks that is trained.
+
+        What a freeze in ``tx`` leaves alone may lack: ``shown`` tells what ``tx`` sees.
+        """
+        spared = functools.cache(lambda: _frozen_in(self.tx, shown))
+        return beside(leaves, gradients, trained, spared)
 
 
 def freeze(
@@ -181,7 +189,8 @@ def freeze(
     >>> optax.apply_updates(params, updates)['head'].tolist()
     [-1.0]
 
-    A freeze around a freeze freezes what either of them names.
+    A freeze around a freeze freezes what either of them names. Only one of them may
+    name rows or other parts of arrays.
 
     If rows of an array are frozen (``sg.at`` with an index of the first axes: layers of
     a stack), the optimizer sees the other rows, as an array of their own. If another
@@ -256,6 +265,20 @@ def pruned(
     )
 
 
+def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Any]) -> Any:
+    """What an optimizer sees of something else that ``update`` is given.
+
+    A tree like the parameters is pruned as they are. If these are one array, anything
+    is such a tree: then the loss in ``value=`` is told by its shape.
+    """
+    values, treedef = jax.tree.flatten(value, is_leaf=is_whole)
+    if treedef != leaves.treedef:
+        return value
+    if jax.tree_util.treedef_is_leaf(treedef) and np.ndim(values[0]) == 0:
+        return value
+    return pruned(leaves, trained, values)
+
+
 # Of a parameter what is trained, its path and its value.
 _Row: TypeAlias = tuple[Any, filters.Path, Any]
 
@@ -322,17 +345,38 @@ def _frozen_in(tx: Any, params: Any) -> set[Any]:
 
 
 def _may_be_of(tx: Any, state: Any, params: Any) -> bool:
-    """Whether a state may be that of a transformation for some parameters."""
+    """Whether a state may be that of a transformation for some parameters.
+
+    It may have grown at the first update, as that of ``optax.monitor`` does.
+    """
     try:
-        return _are_alike(state, jax.eval_shape(tx.init, params))
+        made = jax.eval_shape(tx.init, params)
     except jax.errors.JAXTypeError:  # It asks for values.
         return True
+    begun, now = _shapes_of(made), _shapes_of(state)
+    if begun == now:
+        return jax.tree.structure(made) == jax.tree.structure(state)
+    return begun.items() < now.items()
 
 
-def _are_alike(state: Any, other: Any) -> bool:
-    """Whether two states have one structure, and arrays of the same shapes."""
-    (one, kind), (two, kind_b) = map(jax.tree.flatten, (state, other))
-    return kind == kind_b and [*map(np.shape, one)] == [*map(np.shape, two)]
+def _is_broadcast(tx: Any, params: Any, state: Any, after: Any) -> bool:
+    """Whether moments of one row became those of several.
+
+    A state may grow at the first update, as that of ``optax.monitor`` does. What the
+    update brings to the shape that ``tx.init`` makes had another one before.
+    """
+    was, now = _shapes_of(state), _shapes_of(after)
+    if was == now:
+        return False
+    changed = {keys for keys in was.keys() & now.keys() if was[keys] != now[keys]}
+    made = _shapes_of(jax.eval_shape(tx.init, params)) if changed else {}
+    return any(made.get(keys) == now[keys] for keys in changed)
+
+
+def _shapes_of(state: Any) -> dict[Any, tuple[int, ...]]:
+    """The shape of each array of a state, by its place."""
+    pairs = jax.tree_util.tree_leaves_with_path(state)
+    return {keys: np.shape(leaf) for keys, leaf in pairs}
 
 
 def _foreign(leaves: Leaves, trained: Sequence[Any]) -> errors.StructureError:
@@ -342,6 +386,16 @@ def _foreign(leaves: Leaves, trained: Sequence[Any]) -> errors.StructureError:
         f'the state does not belong to what sg.freeze trains: {shown}.\n'
         'Make it with tx.init(params), or keep what it knows: '
         'sg.adopt(tx, params, state, old=old_tx).'
+    )
+
+
+def _rows_in_rows(path: str) -> errors.PartError:
+    return errors.PartError(
+        f'sg.freeze names rows of {path!r}, and an sg.freeze around it has cut rows of '
+        'an array already.\n'
+        'Rows would be counted in what is left of the array.\n'
+        'Name all of them in one: sg.freeze(tx, [sg.at(where, np.s_[:2]), '
+        'sg.at(where, np.s_[4:])]).'
     )
 
 

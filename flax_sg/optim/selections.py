@@ -4,8 +4,8 @@ Naive attempts look at the outermost transformation alone, or through the wrappe
 they know. Here ``tx.init`` is traced on shapes, in a context in which each freeze marks
 its state. So every wrapper is seen through: the mark stands where it puts the state.
 
-In the same context a freeze is told which rows the freezes around it have cut. Indices
-of its own filter are those of the whole array.
+In the same context a freeze is told whether a freeze around it has cut rows: then its
+own filter may name no rows, since it would count them in what is left.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.tree_util import GetAttrKey
 
 from flax_sg.filters.paths import Path, name_of
 from flax_sg.internals import tracing
-from flax_sg.trees.leaves import Leaves, leaves_of, shape_of
+from flax_sg.trees.leaves import Leaves, shape_of
 from flax_sg.trees.rows import Choice, shape_of_part
 
 # The names that lead to a value of a state.
@@ -50,51 +50,42 @@ class Selection:
         names = [*map(names_of, leaves.key_paths)]
         return cls(leaves.paths, names, [*map(shape_of, leaves.values)], trained)
 
-
-class Around(NamedTuple):
-    """What a freeze is told.
-
-    Attributes:
-        marks: whether it marks its state.
-        rows: for arrays that are cut already: the place, the rows, the whole shape.
-    """
-
-    marks: bool = False
-    rows: tuple[tuple[Any, Choice, tuple[int, ...]], ...] = ()
-
-    def whole(self, leaves: Leaves) -> tuple[Leaves, list[Choice | None]]:
-        """The leaves with whole arrays for cut ones, and the rows that these have."""
-        known = {place: (rows, shape) for place, rows, shape in self.rows}
-        cut: list[Choice | None] = [None] * len(leaves.values)
-        values = [*leaves.values]
-        for n, (path, leaf) in enumerate(leaves if known else ()):
-            rows, shape = known.get(path.place, (None, ()))
-            if rows and shape_of(leaf) == shape_of_part(rows, shape):
-                cut[n], values[n] = rows, jax.ShapeDtypeStruct(shape, leaf.dtype)
-        return leaves_of(leaves.restore(values)) if any(cut) else leaves, cut
+    def within(self, outer: Selection) -> Selection:
+        """What it trains of whole arrays, if a freeze around it has cut some rows."""
+        cut = {
+            names: (rows, shape)
+            for names, rows, shape in zip(
+                outer.names, outer.trained, outer.shapes, strict=True
+            )
+            if isinstance(rows, Choice)
+        }
+        shapes, trained = [*self.shapes], [*self.trained]
+        for number, names in enumerate(self.names if cut else ()):
+            rows, shape = cut.get(names, (None, ()))
+            if rows and shapes[number] == shape_of_part(rows, shape):
+                shapes[number] = shape
+                trained[number] = trained[number] and rows
+        return dataclasses.replace(self, shapes=shapes, trained=trained)
 
 
-def around() -> Around:
-    """What a freeze is told where it runs now."""
-    return Around(*tracing.freezes.value)
+def marks() -> bool:
+    """Whether a freeze that runs now marks its state."""
+    return tracing.freezes.value[0]
 
 
-def inside(
-    whole: Leaves, trained: Sequence[Any]
-) -> contextlib.AbstractContextManager[Any]:
-    """Tells the freezes in the transformation of a freeze which rows it has cut.
+def rows_are_cut() -> bool:
+    """Whether a freeze around the one that runs now has cut rows of an array."""
+    return tracing.freezes.value[1]
+
+
+def inside(trained: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Tells the freezes in the transformation of a freeze whether it cuts rows.
 
     Args:
-        whole: the parameters, as whole arrays.
-        trained: for each whether it is trained, or which rows or part.
+        trained: for each parameter whether it is trained, or which rows or part.
     """
-    rows = [
-        (path.place, takes, shape_of(leaf))
-        for takes, (path, leaf) in zip(trained, whole, strict=True)
-        if isinstance(takes, Choice)
-    ]
-    now = around()
-    return tracing.freezes((now.marks, tuple(rows) or now.rows))
+    cuts = any(isinstance(part, Choice) for part in trained)
+    return tracing.freezes((marks(), cuts or rows_are_cut()))
 
 
 @functools.partial(
@@ -122,17 +113,19 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
     found: dict[Names, Selection] = {}
 
     def init() -> None:
-        waiting: list[tuple[Names, Any]] = [((), tx.init(params))]
+        waiting: list[tuple[Names, Any, Selection | None]] = [
+            ((), tx.init(params), None)
+        ]
         while waiting:
-            outer, state = waiting.pop()
+            top, state, outer = waiting.pop()
             pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_marked)
             for keys, node in pairs:
                 if _is_marked(node):
-                    names = outer + names_of(keys)
-                    found[names] = node.selection
-                    waiting.append((names, node.value))
+                    names, own = top + names_of(keys), node.selection
+                    found[names] = own if outer is None else own.within(outer)
+                    waiting.append((names, node.value, found[names]))
 
-    with tracing.freezes((True, around().rows)):
+    with tracing.freezes((True, rows_are_cut())):
         try:
             jax.eval_shape(init)
         except jax.errors.JAXTypeError:  # It asks for values.

@@ -93,35 +93,6 @@ def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
     return Choice(mask.tobytes(), sizes)
 
 
-def among(rows: Choice | None, takes: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    r"""What is meant of some rows, by what is meant of the whole array.
-
-    >>> last = Choice(bytes([0, 1, 1]), (3,))
-    >>> among(Choice(bytes([1, 1, 0]), (3,)), last, (3, 2))
-    (Choice(mask=b'\x00\x01', sizes=(2,)), Choice(mask=b'\x00\x01\x00', sizes=(3,)))
-
-    Args:
-        rows: the rows; None for the whole array.
-        takes: what is meant of the array: a bool, other rows, a part.
-        shape: the shape of the array.
-
-    Returns:
-        What is meant of the array of these rows alone, and of the whole array.
-    """
-    if rows is None or isinstance(takes, bool):
-        return takes, takes and (rows or takes)
-    is_rows = isinstance(takes, Choice)
-    sizes = max(rows.sizes, takes.sizes, key=len) if is_rows else shape
-    theirs = np.broadcast_to(mask_of(takes, sizes, ''), sizes)
-    left = rows.cut(theirs, len(sizes))
-    if left.all() or not left.any():
-        return bool(left.any()), bool(left.any()) and rows
-    if not is_rows:  # The optimizer keeps all of the rows.
-        return filters.as_filter(left)(filters.Path('')), rows
-    both = theirs & mask_of(rows, sizes, '')
-    return Choice(left.tobytes(), left.shape), Choice(both.tobytes(), sizes)
-
-
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Rest:

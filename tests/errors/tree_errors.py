@@ -209,6 +209,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         ),
         "StructureError: 'b' | sg.adopt(tx, params, state, old=old_tx)",
     ),
+    'rows within rows': (
+        lambda: sg.freeze(rows(sg.at('a', 0)), sg.at('b', np.s_[:1])).init(VECTORS),
+        "PartError: 'a' | sg.freeze(tx, [sg.at(where, np.s_[:2]), "
+        'sg.at(where, np.s_[4:])])',
+    ),
     'a gradient of another shape': (
         lambda: in_part(jnp.ones((3, 2))),
         "StructureError: 'w'",

@@ -495,7 +495,6 @@ NOT_GIVEN = [
     lambda: sg.partition(PAIR, None),
     lambda: sg.stop_gradient(PAIR, None),
     lambda: sg.substitute(PAIR, PAIR, where=None),
-    lambda: sg.adopt(optax.sgd(0.1), PAIR, (), fresh=None),
     lambda: sg.grad(quadratic, wrt=None),
     lambda: sg.vjp(quadratic, PAIR, wrt=None),
     lambda: sg.gradient_flow(quadratic, PAIR, wrt=None),
