@@ -13,8 +13,7 @@ from flax.core.scope import CollectionFilter, Scope
 
 from flax_sg import filters
 from flax_sg.engine import opening
-from flax_sg.forms import value_blocks
-from flax_sg.rules import rules
+from flax_sg.rules import rewrites, rules
 
 __all__ = ['lift', 'stop_gradient']
 
@@ -101,5 +100,5 @@ def stop_gradient(
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: as ``lift``.
     """
-    rewrite = value_blocks.stop_gradient(where, collections=collections, unused=unused)
+    rewrite = rewrites.stop_gradient(where, collections=collections, unused=unused)
     return lift(fn, rewrite)

@@ -3,8 +3,8 @@
 ``from flax_sg import linen as nn`` takes the place of ``from flax import linen as nn``.
 Every public name is there and is the same object, so modules written against either
 work together. The import puts hooks on Flax's reads, which do what Flax does while no
-block is open. Only ``scan`` is our own, which takes ``frozen_layers=`` too, and is
-flax.linen's without:
+block is open; ``import flax_sg`` alone replaces nothing. Only ``scan`` is our own,
+which takes ``frozen_layers=`` too, and is flax.linen's without:
 
     >>> from flax import linen
     >>> from flax_sg import linen as nn
@@ -17,6 +17,7 @@ import typing as _typing
 from flax import linen as _linen
 from flax.linen import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
+from flax_sg.errors.elsewhere import missing as _missing
 from flax_sg.forms.cotangent_blocks import clip_gradient as clip_gradient
 from flax_sg.forms.cotangent_blocks import copy_cotangent as copy_cotangent
 from flax_sg.forms.cotangent_blocks import map_cotangent as map_cotangent
@@ -54,7 +55,7 @@ else:
         # Python's import system asks for `__path__`: answering it with flax.linen's
         # would load a second copy of every submodule.
         if name.startswith('_') or not hasattr(_linen, name):
-            raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+            raise AttributeError(_missing(__name__, name))
         return getattr(_linen, name)
 
     def __dir__():

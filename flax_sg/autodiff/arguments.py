@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -123,3 +123,22 @@ def check(fun: Any, wrt: Where, absent: str, unused: str) -> filters.Filter | De
             "Name the trained leaves, such as wrt='head/**', or pass unused='ignore'."
         )
     return where
+
+
+def no_others(keywords: Mapping[str, Any]) -> None:
+    """Raises for keywords that ``sg.grad`` does not take, with what to write instead.
+
+    Raises:
+        ArgumentTypeError: if there is one.
+    """
+    instead = {
+        'of': 'For a bound module, write bare, variables = bound.unbind(), and '
+        "sg.grad(lambda variables: bare.apply(variables, x), wrt='head/**')(variables)",
+        'allow_int': 'Integers need no option: they have no gradient, and are ABSENT '
+        'in the result.',
+    }
+    for name in keywords:
+        raise errors.ArgumentTypeError(
+            f'sg.grad takes no {name}=.\n'
+            f'{instead.get(name, "It takes wrt=, absent= and unused=.")}'
+        )

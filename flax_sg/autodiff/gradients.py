@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.tree_util import Partial
 
 from flax_sg.autodiff import unfed, writes
-from flax_sg.autodiff.arguments import Split, Where, check
-from flax_sg.autodiff.bound_modules import as_function_of, variables_of
-from flax_sg.errors.texts import unknown_choice
+from flax_sg.autodiff.arguments import Split, Where, check, no_others
 from flax_sg.filters.predicates import describe
 from flax_sg.trees.leaves import arguments_of, leaves_of
 from flax_sg.trees.trainable import DECLARED, Declared
@@ -26,8 +24,8 @@ def value_and_grad(
     *,
     wrt: Where = DECLARED,
     absent: str = 'drop',
-    of: Any = None,
     unused: str = 'raise',
+    **others: Never,
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` with respect to the leaves that a filter selects.
 
@@ -46,15 +44,6 @@ def value_and_grad(
     >>> sg.grad(loss, wrt='head/**', absent='none')(params, 5.0)['backbone']
     {'w': None}
 
-    A bound module in the closure, without threading its variables through:
-
-    >>> import jax.numpy as jnp
-    >>> from flax_sg import linen as nn
-    >>> model = nn.Dense(1)
-    >>> m = model.bind(model.init(jax.random.key(0), jnp.ones((1, 2))))
-    >>> sg.grad(lambda: jnp.sum(m(jnp.ones((4, 2)))), of=m, wrt='bias')()
-    {'params': {'bias': Array([4.], dtype=float32), 'kernel': ABSENT}}
-
     Args:
         fun: a function of pytrees that returns a scalar.
         argnums: the positions of the differentiated arguments, the first by default.
@@ -65,33 +54,24 @@ def value_and_grad(
         wrt: the leaves that are **differentiated**, as for ``sg.vjp``. A part of the
             filter that gets no gradient at all, because the model stops it, warns.
         absent: what stands for the others in the result, as for ``sg.vjp``.
-        of: a bound module that ``fun`` reads from its closure. The result is then
-            for its variables, and ``argnums`` is left out. The replaced values hold
-            where a block ``with nn.stop_gradient`` would hold. What ``fun`` writes to a
-            mutable collection of the module is traced, as in any function that is
-            differentiated: return it, or use ``model.apply``.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
+        **others: raise. The error for ``allow_int=`` says what to write instead, and
+            that for ``of=``, which other libraries take for a model in the closure.
 
     Returns:
         A function with the arguments of ``fun``. Write ``jax.jit`` of it outside of a
         loop, as for ``jax.grad``: each call of ``sg.grad`` makes another function.
 
     Raises:
-        ArgumentTypeError: if ``of`` is no bound module.
-        ArgumentTypeError: at the call, if ``argnums`` names no positions, or one twice.
+        ArgumentTypeError: for other keywords; at the call, if ``argnums`` names no
+            positions, or one twice.
         UnusedFilterError: if ``wrt`` is False or empty; at the call, if a part of
             ``wrt`` matches no leaf.
         ArgumentTypeError: at the call, if no leaf that it matches can be
             differentiated.
     """
+    no_others(others)
     where = check(fun, wrt, absent, unused)
-    if of is not None:
-        if argnums != 0:
-            raise unknown_choice('with of=, argnums', argnums, (0,))
-        options: Any = {'wrt': wrt, 'absent': absent, 'unused': unused}
-        both_of = as_function_of(fun, of)
-        both = value_and_grad(both_of, 0, has_aux, holomorphic, **options)
-        return lambda *args, **kwargs: both(variables_of(of), *args, **kwargs)
     judged = None if isinstance(where, Declared) or unused == 'ignore' else where
 
     @functools.wraps(fun, updated=())
@@ -127,8 +107,8 @@ def grad(
     *,
     wrt: Where = DECLARED,
     absent: str = 'drop',
-    of: Any = None,
     unused: str = 'raise',
+    **others: Never,
 ) -> Callable[..., Any]:
     """``jax.grad`` with respect to the leaves that a filter selects.
 
@@ -143,7 +123,7 @@ def grad(
 
     Args and errors are those of ``sg.value_and_grad``.
     """
-    options: Any = {'wrt': wrt, 'absent': absent, 'of': of, 'unused': unused}
+    options: Any = {'wrt': wrt, 'absent': absent, 'unused': unused, **others}
     both = value_and_grad(fun, argnums, has_aux, holomorphic, **options)
 
     @functools.wraps(fun, updated=())

@@ -49,6 +49,11 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
         r(nn.Dense(4))     # around all that goes through the wrapper; see ``nn.Frozen``
     """
 
+    @classmethod
+    def of(cls, rewrite: rules.Rewrite) -> Self:
+        """The rewrite, as a block and a decorator."""
+        return cls(rewrite.where, rewrite.rule, rewrite.collections, rewrite.unused)
+
     def __enter__(self) -> Self:
         opening.open_block(self, running_scope())
         return self

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
 from flax.core.scope import CollectionFilter
 
-from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, shown, wrong_argument
-from flax_sg.filters import predicates
+from flax_sg import filters
 from flax_sg.forms.block_decorator import BlockDecorator, takes_target
-from flax_sg.internals import tracing
-from flax_sg.rules import cotangents
+from flax_sg.rules import rewrites
 
 
 @takes_target
@@ -80,22 +74,11 @@ def map_cotangent(
         parameter that no output depends on. Asked for at the end of google/flax issue
         #1857.
     """
-    if not callable(fn):
-        write = 'nn.map_cotangent(where, lambda path, ct: 2.0 * ct)'
-        raise wrong_argument(fn, 'function of a cotangent', write)
-    for value in values:
-        _check_numeric(value, 'value for a cotangent')
-    traced = predicates.tracer_in(fn)
-    if traced is not None:
-        name, value = traced
-        raise errors.ArgumentTypeError(
-            f'{predicates.describe(fn)} reads {brief(value)} as {name!r}.\n'
-            'Hand it over: nn.map_cotangent(where, fn, value) calls '
-            'fn(path, cotangent, value).'
+    return BlockDecorator.of(
+        rewrites.map_cotangent(
+            where, fn, *values, collections=collections, unused=unused
         )
-    rule = cotangents.Each('map_cotangent', fn, *values)
-    rule.args = f', {predicates.describe(fn)}{rule.args}'
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    )
 
 
 @takes_target
@@ -134,9 +117,9 @@ def scale_gradient(
     Raises:
         ArgumentTypeError, ArgumentValueError: if ``factor`` is not one number.
     """
-    _check_number('factor', factor)
-    rule = cotangents.Scale(factor)
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator.of(
+        rewrites.scale_gradient(where, factor, collections=collections, unused=unused)
+    )
 
 
 @takes_target
@@ -172,8 +155,9 @@ def reverse_gradient(
     Note:
         Domain-adversarial training (Ganin and Lempitsky, 2015).
     """
-    _check_number('factor', factor)
-    return scale_gradient(where, -factor, collections=collections, unused=unused)
+    return BlockDecorator.of(
+        rewrites.reverse_gradient(where, factor, collections=collections, unused=unused)
+    )
 
 
 @takes_target
@@ -220,26 +204,16 @@ def clip_gradient(
         BlockError: for ``global_norm``, if the block was opened in the body of a lifted
             transform, such as ``nn.scan`` or ``nn.remat``.
     """
-    bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
-    given = {name: bound for name, bound in bounds.items() if bound is not None}
-    if len(given) != 1:
-        raise errors.ArgumentValueError(
-            f'clip_gradient() was given {" and ".join(given) or "no bound"}: expected '
-            'one of value=, norm= and global_norm=.\n'
-            'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
+    return BlockDecorator.of(
+        rewrites.clip_gradient(
+            where,
+            value=value,
+            norm=norm,
+            global_norm=global_norm,
+            collections=collections,
+            unused=unused,
         )
-    [(name, bound)] = given.items()
-    _check_number(name, bound)
-    if not isinstance(bound, tracing.Tracer) and not bound >= 0:
-        raise errors.ArgumentValueError(f'{name}={bound}: expected a number from 0 on.')
-    fns = {'value': cotangents.clipped_by_value, 'norm': cotangents.clipped_by_norm}
-    rule = (
-        cotangents.Each('clip_gradient', fns[name], bound)
-        if name in fns
-        else cotangents.ClipGlobalNorm(bound)
     )
-    rule.args = f', {name}={shown(bound)}'
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
 
 
 @takes_target
@@ -270,8 +244,9 @@ def print_cotangent(
         As ``map_cotangent``. ``jax.debug.callback`` prints, in compiled programs too,
         in no fixed order.
     """
-    rule = cotangents.Each('print_cotangent', cotangents.printed)
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator.of(
+        rewrites.print_cotangent(where, collections=collections, unused=unused)
+    )
 
 
 @takes_target
@@ -308,9 +283,9 @@ def replace_cotangent(
     Raises:
         CotangentError: in the backward pass, if the value has another shape or dtype.
     """
-    _check_numeric(value, 'value for a cotangent')
-    rule = cotangents.Each('replace_cotangent', cotangents.replaced, value)
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator.of(
+        rewrites.replace_cotangent(where, value, collections=collections, unused=unused)
+    )
 
 
 @takes_target
@@ -349,24 +324,8 @@ def copy_cotangent(
         CotangentError: if two parameters differ in shape or dtype.
         BlockError: if the block was opened in the body of a lifted transform.
     """
-    given: Any = sources
-    if not isinstance(given, Mapping):
-        write = "nn.copy_cotangent({'target': 'source'})"
-        raise wrong_argument(given, 'dict of paths', write)
-    named = dict.fromkeys([*sources, *sources.values()])
-    where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
-    rule = cotangents.Copy(sources, add)
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
-
-
-def _check_numeric(value: Any, what: str) -> None:
-    if not isinstance(value, (int, float, complex, np.number, np.ndarray, jax.Array)):
-        raise wrong_argument(value, what, 'a number or an array of numbers')
-
-
-def _check_number(name: str, value: Any) -> None:
-    _check_numeric(value, f'number for {name}')
-    if np.ndim(value):
-        raise errors.ArgumentValueError(
-            f'{name} has the shape {np.shape(value)}: expected one number.'
+    return BlockDecorator.of(
+        rewrites.copy_cotangent(
+            sources, add=add, collections=collections, unused=unused
         )
+    )

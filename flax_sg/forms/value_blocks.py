@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from flax.core.scope import CollectionFilter
 
 from flax_sg import filters
-from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.forms.block_decorator import BlockDecorator, takes_target
 from flax_sg.internals import modules
-from flax_sg.internals.places import Place, warn_once
-from flax_sg.rules import rules, substitutes
-from flax_sg.trees.leaves import ABSENT, Absent, collections_of
+from flax_sg.rules import rewrites
+from flax_sg.trees.leaves import ABSENT, Absent
 
 
 @takes_target
@@ -116,10 +114,11 @@ def stop_gradient(
         jitted functions may be called inside and outside of it; a fresh but equal
         filter does not retrace. See google/flax issue #1857, where the idea comes from.
     """
-    if levels not in (None, 1):
-        raise unknown_choice('levels', levels, (None, 1))
-    rule = rules.StopGradient(levels)
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator.of(
+        rewrites.stop_gradient(
+            where, collections=collections, unused=unused, levels=levels
+        )
+    )
 
 
 @takes_target
@@ -159,16 +158,9 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    trained = filters.named(filters.as_filter(where), 'trained', 'nn.train_only({})')
-    stopped, rule = ~trained, rules.StopGradient()
-    is_empty = isinstance(where, (Sequence, Set)) and not where
-    if is_empty and unused != 'ignore':
-        warn_once(
-            f'nn.train_only({where!r}) trains nothing: it names no parameter.\n'
-            'Name what is trained, or write nn.stop_gradient(True) if that is meant.',
-            Place.here(),
-        )
-    return BlockDecorator(stopped, rule, collections, unused)
+    return BlockDecorator.of(
+        rewrites.train_only(where, collections=collections, unused=unused)
+    )
 
 
 @takes_target
@@ -224,8 +216,9 @@ def read_only(
         The last of the wishes at the end of google/flax issue #1857: parameters that
         are constant within a block.
     """
-    rule = rules.ReadOnly()
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
+    return BlockDecorator.of(
+        rewrites.read_only(where, collections=collections, unused=unused)
+    )
 
 
 # What stands for other values; ``substitute`` explains the members.
@@ -312,24 +305,6 @@ def substitute(
         in the function, or pass the values as its arguments. See google/flax issue
         #1857; dm-haiku has ``custom_getter`` for this.
     """
-    if isinstance(values, Mapping) and collections == 'params':
-        # With the collections on top, as ``init`` returns variables, or without.
-        collections = [*collections_of(values)] or collections
-    rule = _rule_of(values, collections)
-    if isinstance(where, Absent):
-        is_tree = isinstance(rule, substitutes.FromTree)
-        where = filters.Names(frozenset(rule.entries)) if is_tree else True
-    return BlockDecorator(filters.as_filter(where), rule, collections, unused)
-
-
-def _rule_of(values: Any, collections: CollectionFilter) -> substitutes.Substitute:
-    if isinstance(values, str) and isinstance(collections, str):
-        return substitutes.FromCollection(values)
-    if isinstance(values, (Mapping, modules.Module)):
-        entries = substitutes.entries_of(values, collections)
-        if not entries and not substitutes.is_initializing(values):
-            raise substitutes.no_values('a tree without a value')
-        return substitutes.FromTree(entries)
-    if callable(values) and not isinstance(values, type):
-        return substitutes.FromFunction(values)
-    raise substitutes.no_values(brief(values))
+    return BlockDecorator.of(
+        rewrites.substitute(values, where=where, collections=collections, unused=unused)
+    )

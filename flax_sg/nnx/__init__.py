@@ -18,6 +18,7 @@ from flax import nnx as _nnx
 from flax.nnx import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
 from flax_sg import errors as _errors
+from flax_sg.errors.elsewhere import missing as _missing
 
 if not hasattr(_nnx.Variable, 'get_value'):
     raise _errors.UnsupportedVersionError(
@@ -42,6 +43,6 @@ from flax_sg.nnx.forms import train_only as train_only
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name):
-        is_linen = name in ('Frozen', 'mirror')
-        write = ': write nnx.stop_gradient(layer, True), a view' * is_linen
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}{write}')
+        layer = 'nnx.stop_gradient(layer, True), a view'
+        own = {'Frozen': layer, 'mirror': layer}
+        raise AttributeError(_missing(__name__, name, own))

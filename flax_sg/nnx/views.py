@@ -12,12 +12,12 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
-from flax_sg.forms.plain_trees import rewritten
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.nnx.asking import ask
 from flax_sg.nnx.held import PLAIN, Held
 from flax_sg.nnx.values import raw
 from flax_sg.rules import rules, substitutes
+from flax_sg.rules.plain_trees import rewritten
 from flax_sg.trees.leaves import is_differentiable, is_whole
 from flax_sg.trees.walks import Leaf, Walk
 

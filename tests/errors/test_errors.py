@@ -231,11 +231,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.grad(jnp.sum)(sg.trainable('kernal')(Declared)(X, X)),
         "ArgumentTypeError: 'kernal' | 'kernel' | 'mean'",
     ),
-    'a module that is not bound': (
-        lambda: sg.grad(lambda: 1.0, of=MODEL),
-        'ArgumentTypeError: of=Model',
-        'model.bind(variables)',
-    ),
     'freezing no optimizer': (
         lambda: sg.freeze('adam', 'a'),
         "ArgumentTypeError: 'adam'",

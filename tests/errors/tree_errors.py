@@ -115,9 +115,13 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
         'TypeError: tree_errors.py:LINE',
     ),
-    'an argument beside a module': (
-        lambda: sg.grad(lambda: 1.0, argnums=1, of=nn.Dense(1)),
-        'ArgumentValueError: of= | argnums=1',
+    'a keyword of other libraries': (
+        lambda: sg.grad(product, of=nn.Dense(1)),
+        'ArgumentTypeError: of= | bare, variables = bound.unbind()',
+    ),
+    'a keyword of jax.grad': (
+        lambda: sg.value_and_grad(product, allow_int=True),
+        'ArgumentTypeError: allow_int=',
     ),
     'a filter in the place of argnums': (
         lambda: sg.grad(product, HEADS)(PARAMS),

@@ -3,12 +3,15 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import flax.linen
 import pytest
 
 import flax_sg as sg
 from flax_sg import linen as nn
+from flax_sg.errors import elsewhere
 from flax_sg.internals import patching
 
 # What flax_sg adds. Of the same name in flax.linen there must be none.
@@ -61,17 +64,43 @@ def test_a_name_of_linen_is_told(name: str):
         _ = sg.Densse
 
 
+@pytest.mark.parametrize(
+    ('module', 'name', 'write'),
+    [
+        (sg, 'as_filter', 'sg.filters.as_filter'),
+        (nn, 'no_grad', 'nn.stop_gradient(True), from flax_sg import linen as nn'),
+        (nn, 'of_type', 'sg.filters.of_type'),
+        (sg, 'thaw', 'sg.adopt(tx, params, state), where tx freezes less'),
+    ],
+)
+def test_a_name_of_others_is_told(module: Any, name: str, write: str):
+    with pytest.raises(AttributeError) as info:
+        getattr(module, name)
+    assert str(info.value).endswith(f'has no attribute {name!r}: write {write}')
+
+
+def test_what_is_told_of_linen_is_there():
+    assert OURS - {'stop_gradient', 'substitute'} == elsewhere.OF_LINEN
+
+
+@pytest.mark.parametrize('page', ['README.md', 'docs/limits.md', 'docs/faq.md'])
+def test_pages_say_how_many_methods_are_replaced(page: str):
+    text = ' '.join((Path(__file__).parents[2] / page).read_text().split())
+    count = len(patching.HOOKED)
+    assert f'`flax_sg.core` replace {count} methods of Flax and JAX' in text
+
+
 def test_submodules_cannot_be_loaded_twice():
     # As `flax_sg.linen.linear` it would be a copy, with a Dense of its own.
     with pytest.raises(ModuleNotFoundError, match='not a package'):
         __import__('flax_sg.linen.linear')
 
 
-def test_the_import_puts_hooks_into_flax_and_jax_and_blocks_change_nothing():
-    out = run_python(
-        """
+# Collects what all modules and classes of Flax and JAX contain, to compare it later.
+COMPARE = """
 import sys, types
-import flax.core, flax.linen, jax, jax.numpy, jax.custom_batching, jax.export
+import flax.core, flax.linen, flax.nnx
+import jax, jax.numpy, jax.custom_batching, jax.export
 
 modules = [
     module for name, module in sorted(sys.modules.items())
@@ -95,7 +124,115 @@ def compare(when):
             state = not callable(old.get(name)) and owner.__name__.startswith('jax.')
             if not (same or submodule or state):  # JAX notes what it has done.
                 changed[when].add((owner, name))
+    return changed[when]
+"""
 
+
+EVERY_NAME = """
+import jax.numpy as jnp, optax
+from flax import linen, nnx as flax_nnx
+import flax.training.train_state
+before, changed = contents(), {'sg': set()}
+import flax_sg as sg
+from flax_sg import nnx
+from flax_sg.rules import rewrites
+
+model, x = linen.Dense(2), jnp.ones((1, 3))
+params = model.init(jax.random.key(0), x)['params']
+where, tx = 'kernel', optax.adam(1e-3)
+part, rest = sg.partition(params, where)
+frozen = sg.freeze(tx, where)
+state = frozen.init(params)
+moved = {**params, 'bias': params['bias'] + 1}
+target = jax.tree.map(jnp.zeros_like, params)
+
+def loss(params):
+    return jnp.sum(model.apply({'params': params}, x))
+
+def stopped(params):
+    return loss(sg.stop_gradient(params, where))
+
+graph, other = (nnx.Linear(3, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+views = {
+    'stop_gradient': (where,), 'train_only': (where,), 'substitute': (other,),
+    'map_cotangent': (where, lambda path, ct: ct), 'scale_gradient': (where, 2.0),
+    'reverse_gradient': (where,), 'clip_gradient': (where,),
+    'replace_cotangent': (where, 1.0), 'print_cotangent': (where,),
+}
+
+def of_view(name):
+    options = {'norm': 1.0} if name == 'clip_gradient' else {}
+    view = lambda m: getattr(nnx, name)(m, *views[name], **options)
+    return nnx.grad(lambda m: jnp.sum(view(m)(x)))(graph)
+
+uses = {
+    'ABSENT': lambda: repr(sg.ABSENT),
+    'DECLARED': lambda: sg.grad(loss, wrt=sg.DECLARED)(params),
+    'NonDifferentiable': lambda: sg.NonDifferentiable(1.0).value,
+    'Path': lambda: sg.Path('a/b').parts,
+    'adopt': lambda: sg.adopt(tx, params, state),
+    'arrays': lambda: sg.mask(params, trained=sg.arrays(lambda array: array.ndim == 2)),
+    'at': lambda: sg.partition(params, sg.at('kernel', 0)),
+    'combine': lambda: sg.combine(part, rest),
+    'errors': lambda: sg.errors.FlaxSGError,
+    'filters': lambda: sg.filters.of_type(linen.Dense, model, x),
+    'freeze': lambda: frozen.update(params, state, params),
+    'grad': lambda: sg.grad(loss, wrt=where)(params),
+    'gradient_flow': lambda: str(sg.gradient_flow(stopped, params)),
+    'labels': lambda: sg.labels(params, {'a': 'kernel', 'b': 'bias'}),
+    'live': lambda: sg.live(stopped, params),
+    'mask': lambda: sg.mask(params, frozen=where),
+    'partition': lambda: sg.partition(params, where),
+    'partition_n': lambda: sg.partition_n(params, lambda path: path.name),
+    'paths': lambda: str(sg.paths(model, x)) + str(sg.paths(graph)),
+    'rewrite': lambda: sg.rewrite(params, rewrites.scale_gradient(where, 2.0)),
+    'stop_gradient': lambda: jax.grad(stopped)(params),
+    'substitute': lambda: sg.substitute(params, target),
+    'tabulate': lambda: sg.tabulate(model, x) + sg.tabulate(graph, x),
+    'trainable': lambda: sg.trainable('kernel'),
+    'value_and_grad': lambda: sg.value_and_grad(loss, wrt=where)(params),
+    'vjp': lambda: sg.vjp(loss, params, wrt=where)[1](1.0),
+    'assert_flows': lambda: sg.testing.assert_flows(loss, where, params),
+    'assert_moves_only': lambda: sg.testing.assert_moves_only(params, moved, 'bias'),
+    'assert_same_program': lambda: sg.testing.assert_same_program(loss, loss, params),
+    'assert_stopped': lambda: sg.testing.assert_stopped(stopped, where, params),
+    'assert_trains_only': lambda: sg.testing.assert_trains_only(
+        stopped, 'bias', params
+    ),
+    'moves': lambda: sg.testing.moves(params, moved),
+    'optimized_hlo': lambda: sg.testing.optimized_hlo(loss, params),
+    'DiffState': lambda: nnx.grad(
+        lambda m: jnp.sum(m(x)), argnums=nnx.DiffState(0, where)
+    )(graph),
+    'Optimizer': lambda: nnx.Optimizer(graph, tx, wrt=where),
+    'where': lambda: nnx.where(graph, where),
+}
+for use in uses.values():
+    use()
+for name in views:
+    of_view(name)
+ours = {n for n in dir(nnx) if getattr(flax_nnx, n, None) is not getattr(nnx, n)}
+ours = {n for n in ours if not n.startswith('_') and callable(getattr(nnx, n))}
+names = {*sg.__all__, *sg.testing.__all__} - {'core', 'linen', 'testing'} | ours
+print('not used', sorted(names - {*uses, *views}))
+print('replaced', sorted(name for _, name in compare('sg')))
+print('imported', [n for n in ('core', 'linen') if f'flax_sg.{n}' in sys.modules])
+"""
+
+
+def test_all_but_blocks_replaces_nothing():
+    """Filters, gradients, optimizers, reports and views of NNX need no hooks."""
+    assert run_python(COMPARE + EVERY_NAME).splitlines()[-3:] == [
+        'not used []',
+        'replaced []',
+        'imported []',
+    ]
+
+
+def test_the_import_puts_hooks_into_flax_and_jax_and_blocks_change_nothing():
+    out = run_python(
+        COMPARE
+        + """
 before, changed = contents(), {'import': set(), 'blocks': set()}
 import flax_sg
 from flax_sg import linen as nn

@@ -1,0 +1,59 @@
+"""Names that people look for in the wrong place, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flax import linen
+
+_LINEN = ', from flax_sg import linen as nn'
+
+# The names that ``flax_sg.linen`` adds to those of Flax. They are listed here because
+# importing linen, to look, would replace methods of Flax.
+OF_LINEN = frozenset(
+    {
+        'Frozen',
+        'clip_gradient',
+        'copy_cotangent',
+        'map_cotangent',
+        'mirror',
+        'print_cotangent',
+        'read_only',
+        'replace_cotangent',
+        'reverse_gradient',
+        'scale_gradient',
+        'train_only',
+    }
+)
+
+# Names of other libraries, or of another module of this one.
+_COMMON = {
+    'no_grad': 'nn.stop_gradient(True)' + _LINEN,
+    'requires_grad': "sg.grad(loss, wrt='head/**')",
+    'as_filter': 'sg.filters.as_filter',
+    'of_type': 'sg.filters.of_type',
+    'thaw': 'sg.adopt(tx, params, state), where tx freezes less',
+    'unfreeze': 'sg.adopt(tx, params, state), where tx freezes less',
+}
+
+
+def missing(module: str, name: str, own: Mapping[str, str] | None = None) -> str:
+    """The text of the AttributeError for a name that a module of ours lacks.
+
+    >>> missing('flax_sg', 'Frozen')
+    "module 'flax_sg' has no attribute 'Frozen': write nn.Frozen, from flax_sg import \
+linen as nn"
+    >>> missing('flax_sg.linen', 'Densse')
+    "module 'flax_sg.linen' has no attribute 'Densse'"
+
+    Args:
+        module: the name of the module.
+        name: the name that was asked for.
+        own: what to write instead of names that are meant otherwise in this module.
+    """
+    instead = {**_COMMON, **(own or {})}
+    is_of_linen = name in OF_LINEN or hasattr(linen, name)
+    if name not in instead and is_of_linen and module != 'flax_sg.linen':
+        instead[name] = f'nn.{name}{_LINEN}'
+    write = f': write {instead[name]}' if name in instead else ''
+    return f'module {module!r} has no attribute {name!r}{write}'
