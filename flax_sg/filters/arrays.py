@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,10 +17,6 @@ class Arrays(predicates.Predicate):
 
     names_leaves = True
     fix = 'Return a bool: sg.arrays(lambda a: a.ndim > 1).'
-
-    def state_after(self, beginning: Path) -> Hashable:
-        """Equal for all: names do not count."""
-        return True
 
     def matches(self, path: Path) -> bool:
         """Whether the function returns True; what is no array is not meant."""

@@ -227,11 +227,6 @@ class Atom(Filter):
         """The first name of every path that it means; None if there are several."""
         return None
 
-    def state_after(self, beginning: Path) -> Hashable | None:
-        """Equal for beginnings of paths that may go on alike; None if it is unknown."""
-        del beginning
-        return None
-
     def evaluate(self, answers: Answers) -> Any:
         """What it says of the variable."""
         return answers.get(self, False)
@@ -463,7 +458,7 @@ def _of_any_path(atom: Atom, path: Path, asks: Asks) -> Any:
     A tree of bools, and what is derived, need not know all of these.
     """
     said = error = None
-    for one in all_paths(path, atom):
+    for one in all_paths(path):
         try:
             said = asks(atom, one)
         except errors.FlaxSGError as raised:

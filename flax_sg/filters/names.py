@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -22,26 +21,7 @@ from flax_sg.filters.paths import Owner, Path, all_paths, names_in
 from flax_sg.internals import tracing
 
 
-class Named(Atom):
-    """What the filters here share: they know names, and what is below these."""
-
-    @abc.abstractmethod
-    def _named(self) -> Iterable[tuple[str, ...]]:
-        """The names that it knows, of each variable or subtree."""
-
-    @functools.cached_property
-    def _names_and_beginnings(self) -> tuple[Set[Any], Set[Any]]:
-        names = frozenset(self._named())
-        return names, {of[:n] for of in names for n in range(len(of))}
-
-    def state_after(self, beginning: Path) -> Hashable:
-        """The beginning, if a name goes on so, and the name that it is below."""
-        parts, (names, beginnings) = beginning.parts, self._names_and_beginnings
-        around = (parts[:n] for n in range(len(parts), 0, -1) if parts[:n] in names)
-        return parts in beginnings and parts, next(around, None)
-
-
-class BoolTree(Named):
+class BoolTree(Atom):
     """The variables that a tree of bools, in the shape of the variables, marks True.
 
     A bool stands for everything below it, so a prefix of the tree will do. Every
@@ -97,9 +77,6 @@ class BoolTree(Named):
         object.__setattr__(self, 'bools', bools)
         object.__setattr__(self, 'shapes', shapes)
 
-    def _named(self) -> Iterable[tuple[str, ...]]:
-        return self.bools
-
     @functools.cached_property
     def identity(self) -> Hashable:
         """What it says, in any order; no array, which caches would keep."""
@@ -145,7 +122,7 @@ class BoolTree(Named):
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
         """The error if a name in the tree belongs to no variable."""
-        every = [one for path in paths for one in all_paths(path, self)]
+        every = [one for path in paths for one in all_paths(path)]
         variables = {path.parts for path in every if not path.outside}
         known = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
         missing = [names for names in self.bools if names not in known]
@@ -206,10 +183,6 @@ class Collection(Atom):
 
     name: str
 
-    def state_after(self, beginning: Path) -> Hashable:
-        """Equal for all: names do not count."""
-        return True
-
     def matches(self, path: Path) -> bool:
         """Whether the variable is in the collection."""
         return path.collection == self.name
@@ -223,7 +196,7 @@ class Collection(Atom):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Names(Named):
+class Names(Atom):
     """The variables that are named, each by its collection and the names of its path.
 
     Every name has to belong to a variable. A variable outside the module that opened
@@ -236,9 +209,6 @@ class Names(Named):
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'names'})
     names: frozenset[tuple[str, tuple[str, ...]]]
-
-    def _named(self) -> Iterable[tuple[str, ...]]:
-        return (names for _, names in self.names)
 
     @property
     def may_be_empty(self) -> bool:
@@ -253,7 +223,7 @@ class Names(Named):
         self, took: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
         """The error if a name belongs to no variable."""
-        every = [one for path in paths for one in all_paths(path, self)]
+        every = [one for path in paths for one in all_paths(path)]
         variables = [path.variable for path in every if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
         missing = sorted(parts for _, parts in self.names - met)
@@ -266,7 +236,7 @@ class Names(Named):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Derived(Named):
+class Derived(Atom):
     """The variables that ``sg.live`` or ``of_type`` found in a model or a tree.
 
     In a block of a module, or a wrapper, names begin at this module, as those of a tree
@@ -282,9 +252,6 @@ class Derived(Named):
     selected: frozenset[tuple[str, tuple[str, ...]]]
     known: frozenset[tuple[str, tuple[str, ...]]]
     source: str = 'live'
-
-    def _named(self) -> Iterable[tuple[str, ...]]:
-        return (names for _, names in self.known)
 
     @property
     def may_be_empty(self) -> bool:

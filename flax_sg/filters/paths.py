@@ -51,8 +51,8 @@ class Path(str):
     """The collection of the variable, such as 'params'."""
     is_inner: bool = False
     """Whether it is the path of a leaf within the value of a variable."""
-    also: Callable[[Any], Iterable[Path]] | None = None
-    """Finds the paths of tied weights, as far as an atom tells them apart."""
+    also: Callable[[], Iterable[Path]] | None = None
+    """Makes the paths of a tied weight."""
     _shape_and_dtype: tuple[Any, Any] | None = None
     _absolute: tuple[str, ...]
     _owner: tuple[str, ...]
@@ -152,11 +152,11 @@ class Path(str):
         return Path.of, (*args, self._shape_and_dtype)
 
 
-def all_paths(path: Path, atom: Any) -> Iterator[Path]:
-    """Yields a path, and those of tied weights, as far as an atom tells them apart."""
+def all_paths(path: Path) -> Iterator[Path]:
+    """Yields a path, and the others of a tied weight."""
     yield path
     if path.also:
-        yield from path.also(atom)
+        yield from path.also()
 
 
 def shape_and_dtype(leaf: Any) -> tuple[Any, Any] | None:

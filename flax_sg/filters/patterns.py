@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import errors
@@ -86,19 +86,6 @@ class Glob(Atom):
         name = self.pattern.partition('/')[0]
         return None if _SPECIAL.search(name) else name
 
-    @functools.cached_property
-    def _beginnings(self) -> list[Callable[[str], object]]:
-        names = self.pattern.split('/')
-        some = ('/'.join(names[:n]) for n in range(1, len(names) + 1))
-        return [glob_regex(pattern).fullmatch for pattern in some]
-
-    def state_after(self, beginning: Path) -> Hashable:
-        """Which beginnings of the pattern fit the beginning of a path."""
-        if self.only is not None:
-            return self.only.startswith(f'{beginning}/')
-        fits = tuple(fullmatch(beginning) is not None for fullmatch in self._beginnings)
-        return fits, self.pattern.startswith(f'{beginning}/')
-
     def matches(self, path: Path) -> bool:
         """Whether the pattern fits the path, or is the path."""
         if self.only is not None:
@@ -106,7 +93,7 @@ class Glob(Atom):
         return path == self.pattern or self._fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        known = [one for path in paths for one in all_paths(path, self)]
+        known = [one for path in paths for one in all_paths(path)]
         return hints.advice(self.pattern, known, 'encoder/**', glob_regex)
 
     def __repr__(self) -> str:
@@ -148,7 +135,7 @@ class Regex(Atom):
         return self.pattern.fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        known = [one for path in paths for one in all_paths(path, self)]
+        known = [one for path in paths for one in all_paths(path)]
         return hints.advice(self.pattern.pattern, known, 'encoder/.*', re.compile)
 
     def __repr__(self) -> str:

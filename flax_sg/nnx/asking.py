@@ -103,7 +103,7 @@ def _asked(
 def _taken(where: filters.Filter, path: Path) -> Path:
     """The path by which a filter takes a leaf, for a rule that gets it."""
     for atom in where.atoms:
-        for one in all_paths(path, atom):
+        for one in all_paths(path):
             with contextlib.suppress(errors.FlaxSGError):
                 if atom.matches(one):
                     return one

@@ -20,7 +20,7 @@ from flax_sg.rules import rules, substitutes
 from flax_sg.trees.kinds import is_array, is_variable
 from flax_sg.trees.leaves import ABSENT
 from flax_sg.trees.walks import Leaf, Walk
-from flax_sg.trees.ways import Keys, Names
+from flax_sg.trees.ways import Names
 
 
 def other_values(
@@ -56,12 +56,8 @@ def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
     theirs, given = _reader(values), dict[Leaf, list[tuple[Names, Any]]]()
     lacking = set[Leaf]()
 
-    def state_after(keys: Keys) -> Any:
-        names = tuple(map(str, keys))
-        return id(theirs(names)), _is_in(theirs, names, nnx.Pytree)
-
-    for number, keys in walk.ways.by_path(state_after):
-        leaf = walk.leaves[number]
+    paths = walk.ways.every
+    for leaf, keys in ((walk.leaves[n], keys) for n in paths for keys in paths[n]):
         names = tuple(map(str, keys))
         value, around = theirs(names), theirs(names[:-1])
         # A model has a value for each Variable; a tree may have some.

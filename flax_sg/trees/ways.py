@@ -1,27 +1,24 @@
 """The paths by which what stands in a tree is reached.
 
-Modules of NNX may stand at several places, and hold modules that do. Then a weight has
-paths without number. So only those are made that a filter can tell apart.
+Modules of NNX may stand at several places, and hold modules that do.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from flax_sg import errors
-from flax_sg.filters.expressions import Atom
 from flax_sg.filters.paths import Path, shape_and_dtype
-from flax_sg.internals.weak import ByIdentity
 
 # A path as filters of NNX get it: names, and numbers for what is in a list.
 Keys: TypeAlias = tuple[Any, ...]
 # The same as filters of flax_sg get it.
 Names: TypeAlias = tuple[str, ...]
 
-# How often a filter may go on through modules, each by all paths that it tells apart.
-MOST = 100_000
+# How many more paths than places the modules and leaves of a tree may have.
+MOST = 10_000
 
 
 class Ways:
@@ -34,7 +31,7 @@ class Ways:
         path_of: makes the path that filters get: ``path_at``, of the first arguments.
 
     Attributes:
-        first: the first path of each leaf, in the order of these.
+        first: the first path of each leaf, in the order of JAX.
     """
 
     def __init__(
@@ -44,53 +41,48 @@ class Ways:
         path_of: Callable[..., Path],
     ) -> None:
         self._root, self._inside, self._path_of = root, inside, path_of
-        self._is_cyclic = False
-        self._of_atoms = ByIdentity[dict[int, list[Names]]]()
-        self.first = dict[int, Keys]()
-        for leaf, keys in self.by_path(lambda _: 0):
-            self.first.setdefault(leaf, keys)
+        self.first = dict(self._each_once())
 
-    def by_path(
-        self, state_after: Callable[[Keys], Hashable | None]
-    ) -> Iterator[tuple[int, Keys]]:
-        """Yields each leaf by its paths, in the order of JAX.
+    def _each_once(self) -> Iterator[tuple[int, Keys]]:
+        """Yields each leaf by its first path: each module is walked through once."""
+        stack, met = [((), self._root)], set[int]()
+        while stack:
+            keys, node = stack.pop()
+            if node in met:
+                continue
+            met.add(node)
+            if node not in self._inside:
+                yield node, keys
+            for more, child in reversed(self._inside.get(node, ())):
+                stack.append(((*keys, *more), child))
 
-        Args:
-            state_after: what tells apart beginnings of paths. Of those that are equal
-                the first one alone is followed. None if nothing is known.
+    @functools.cached_property
+    def every(self) -> dict[int, list[Keys]]:
+        """All paths of each leaf, in the order of JAX; through no module twice.
 
         Raises:
             FilterTypeError: if there are too many.
         """
-        met, is_cyclic = set[Hashable](), self._is_cyclic
-        found: list[tuple[Keys, int, frozenset[int]]] = [((), self._root, frozenset())]
-        while found:
-            keys, node, around = found.pop()
-            if node not in self._inside:
-                yield node, keys
-                continue
-            # A module that holds the one around it has paths without end.
-            if node in around:
-                self._is_cyclic = True
-                continue
-            state = state_after(keys)
-            mark = node, keys if state is None else state, is_cyclic and around
-            if mark in met:
-                continue
-            met.add(mark)
-            if len(met) > MOST:
+        paths = {leaf: list[Keys]() for leaf in self.first}
+        stack: list[tuple[Keys, int, frozenset[int]]] = [((), self._root, frozenset())]
+        left = MOST + sum(map(len, self._inside.values()))
+        while stack:
+            keys, node, around = stack.pop()
+            if (left := left - 1) < 0:
                 raise errors.FilterTypeError(
-                    'Modules share modules so often that a weight has too many paths '
-                    'for this filter.\n'
-                    'A function, or a regular expression, is asked for each of them.\n'
-                    "Write a glob, such as '**/kernel': it is followed through the "
-                    'modules.'
+                    f'Modules share modules so often that there are over {MOST:,} more '
+                    'paths than places.\n'
+                    'A filter is asked for each path of a weight.\n'
+                    'Give the part of the model that is meant.'
                 )
-            around |= {node}
-            found += [
-                ((*keys, *more), child, around)
-                for more, child in reversed(self._inside[node])
-            ]
+            if node not in self._inside:
+                paths[node].append(keys)
+            elif node not in around:  # A module may hold the one around it.
+                stack += [
+                    ((*keys, *more), child, around | {node})
+                    for more, child in reversed(self._inside[node])
+                ]
+        return paths
 
     def at(self, names: Names) -> int | None:
         """The leaf at a path, or around it; None if there is none."""
@@ -111,7 +103,7 @@ class Ways:
         }
 
     def tell(self, path: Path, leaf: int, inner: int = 0) -> Path:
-        """A path of a leaf, which knows the others from now on.
+        """The first path of a leaf, which knows the others from now on.
 
         Args:
             path: the path.
@@ -121,22 +113,10 @@ class Ways:
         path.also = functools.partial(self._others, leaf, inner, path.array)
         return path
 
-    def _others(self, leaf: int, inner: int, array: Any, atom: Atom) -> Iterator[Path]:
-        """Yields paths of a leaf, one for all that an atom takes alike."""
-        paths = self._of_atoms.get(atom)
-        if paths is None:
-            paths = dict[int, list[Names]]()
-            for found, keys in self.by_path(lambda keys: self._state_of(atom, keys)):
-                paths.setdefault(found, []).append(tuple(map(str, keys)))
-            self._of_atoms.put(atom, paths)
-        for names in paths[leaf]:
-            outer = len(names) - inner
+    def _others(self, leaf: int, inner: int, array: Any) -> Iterator[Path]:
+        for keys in self.every[leaf][1:]:
+            names, outer = tuple(map(str, keys)), len(keys) - inner
             yield self._path_of(names[:outer], names[outer:], array)
-
-    def _state_of(self, atom: Atom, keys: Keys) -> Hashable | None:
-        path = self._path_of(tuple(map(str, keys)))
-        state = atom.state_after(path)
-        return None if state is None else (path.collection, state)
 
 
 def path_at(
