@@ -196,10 +196,7 @@ def remove(block: Block) -> None:
 
 def root_of(scope: Scope) -> Root:
     """Returns the root of the tree that a scope belongs to."""
-    top = scope.root
-    root: Any = top.flags.get(roots.ROOT_FLAG)
-    if root is None:  # A scope that no ``bind`` of Flax has made.
-        root = begin(top, depth=0)
+    root: Any = scope.root.flags[roots.ROOT_FLAG]
     for block in thread.blocks:
         if block not in root.met_by:
             block.meet(root, is_older=True)

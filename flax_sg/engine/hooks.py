@@ -15,6 +15,7 @@ from flax_sg.engine import (
     blocks,
     judgement,
     late_rules,
+    roots,
     setup_values,
     views,
     writeback,
@@ -95,17 +96,19 @@ def _temporary(self: Scope) -> Generator[Scope]:
         judgement.settle(blocks.root_of(self), handled)
 
 
-def _bind_to_apply(*args: Any, **kwargs: Any) -> Scope:
-    scope = _original['bind_to_apply'](*args, **kwargs)
-    blocks.begin(scope, len(blocks.thread.applies))
-    return scope
+def _make_scope(self: Scope, *args: Any, **kwargs: Any) -> None:
+    """Begins a tree: in an apply, an init or a bind, or in the user's own code."""
+    _original['make_scope'](self, *args, **kwargs)
+    # Children and rewound copies belong to a tree that has begun. The user may give the
+    # flags of a scope to another one, which has other variables.
+    if self.parent is None and not roots.is_carried_by(self):
+        blocks.begin(self, len(blocks.thread.applies))
 
 
 def _bind(*args: Any, **kwargs: Any) -> Scope:
     scope = _original['bind'](*args, **kwargs)
-    root = blocks.begin(scope, len(blocks.thread.applies))
     for block in blocks.thread.blocks:  # Nobody knows when a bound module is gone.
-        judgement.meet(block, root)
+        judgement.meet(block, blocks.root_of(scope))
     return scope
 
 
@@ -116,8 +119,8 @@ HOOKS: dict[str, Callable[..., Any]] = {
     'put_variable': _put_variable,
     'make_rng': setup_values.make_rng,
     'temporary': _temporary,
+    'make_scope': _make_scope,
     'bind': _bind,
-    'bind_to_apply': _bind_to_apply,
     'partial_pack': writeback.partial_pack,
     'try_setup': setup_values.try_setup,
     'getattr': setup_values.getattr_,

@@ -1,8 +1,9 @@
 """The trees of variables, and what is known of each of them.
 
-A tree begins in an ``apply``, an ``init`` or a ``bind``. Flax hands on the flags of a
-scope to each scope that it makes of it: children, rewound copies, and the scopes in the
-body of a lifted transform. So a scope carries its ``Root`` as a flag.
+A tree begins with a scope that is made of variables: by an ``apply``, an ``init`` or a
+``bind``, or by the user. Flax hands on the flags of a scope to each scope that it makes
+of it: children, rewound copies, and the scopes in the body of a lifted transform. So a
+scope carries its ``Root`` as a flag.
 """
 
 from __future__ import annotations
@@ -164,3 +165,10 @@ def carry(scope: Scope, root: Root) -> None:
     """Lets a scope, and all that Flax makes of it, carry a root."""
     flags = {**scope.flags, ROOT_FLAG: root}
     scope.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
+
+
+def is_carried_by(scope: Scope) -> bool:
+    """Whether a scope carries a root that knows its variables."""
+    root: Any = scope.flags.get(ROOT_FLAG)
+    variables = core_scopes.variables_of(scope)
+    return root is not None and any(known is variables for _, known in root.parts)

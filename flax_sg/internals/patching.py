@@ -11,7 +11,6 @@ from typing import Any
 import flax.core
 import jax
 from flax.core import lift
-from flax.core import scope as flax_scope
 from flax.core.scope import Scope
 from jax import custom_batching
 
@@ -28,8 +27,8 @@ HOOKED: dict[str, tuple[Any, str]] = {
     'put_variable': (Scope, 'put_variable'),
     'make_rng': (Scope, 'make_rng'),
     'temporary': (Scope, 'temporary'),
+    'make_scope': (Scope, '__init__'),
     'bind': (flax.core, 'bind'),
-    'bind_to_apply': (flax_scope, 'bind'),
     'partial_pack': (lift, '_partial_pack'),
     'getattr': (modules.Module, '__getattr__'),
     'try_setup': (modules.Module, '_try_setup'),

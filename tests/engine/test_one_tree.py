@@ -13,6 +13,7 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.core.scope import Scope
 
 from flax_sg import errors, filters
 from flax_sg import linen as nn
@@ -67,6 +68,11 @@ def jitted(variables: Any, x: Any) -> Any:
     return PLAIN.apply(variables, x)
 
 
+@jax.jit
+def jitted_on_scope(variables: Any, x: Any) -> Any:
+    return on_scope(Scope(variables), x)
+
+
 @jax.custom_vjp
 def with_rule(variables, x):
     return PLAIN.apply(variables, x)
@@ -77,12 +83,48 @@ with_rule.defvjp(
     lambda kept, ct: jax.vjp(PLAIN.apply, *kept)[1](ct),
 )
 
+
+def on_scope(scope: Any, x: Any) -> Any:
+    return PLAIN.clone(parent=scope)(x)
+
+
+def on_temporary_scope(variables: Any, x: Any) -> Any:
+    with Scope(variables).temporary() as scope:
+        return on_scope(scope, x)
+
+
+def below(variables: Any, x: Any) -> Any:
+    """A scope under one that nobody has read from."""
+    return on_scope(Scope({'params': {'layer': variables['params']}}).push('layer'), x)
+
+
+class OnScope(fnn.Module):
+    """Hands the weights that it is given to a layer."""
+
+    def __call__(self, variables, x):
+        return on_scope(Scope(variables), x)
+
+
 WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
     'read': lambda m, d, x: applied(PLAIN, d.variables, x),
     'unbound': lambda m, d, x: applied(*d.unbind(), x),
     'computed from the input': lambda m, d, x: applied(PLAIN, weights(x), x),
     'a field': lambda m, d, x: applied(m.given, weights(x), x),
     'bound inside': lambda m, d, x: PLAIN.bind(weights(x))(x),
+    'a scope': lambda m, d, x: on_scope(Scope(weights(x)), x),
+    'a scope with the flags of the model': lambda m, d, x: on_scope(
+        Scope(weights(x), flags=m.scope.flags), x
+    ),
+    'a scope of what was read': lambda m, d, x: on_scope(Scope({**d.variables}), x),
+    'a scope for a while': lambda m, d, x: on_temporary_scope(weights(x), x),
+    'a scope below another': lambda m, d, x: below(weights(x), x),
+    'a scope in an apply': lambda m, d, x: OnScope(parent=None).apply(
+        {}, weights(x), x
+    ),
+    'a scope under jit': lambda m, d, x: jitted_on_scope(weights(x), x),
+    'a scope in a lifted transform': lambda m, d, x: fnn.remat(fnn.Dense)(
+        2, parent=Scope(weights(x))
+    )(x),
     'transposed': lambda m, d, x: applied(
         PLAIN, jax.tree.map(jnp.transpose, d.variables), x
     ),
@@ -360,6 +402,30 @@ def test_what_was_bound_before_or_outside_is_covered_inside_of_an_apply():
         grads = jax.grad(loss)(VARIABLES_OF_PLAIN)['params']
         assert oracle.is_zero(grads['kernel'])
         assert not oracle.is_zero(grads['bias'])
+
+
+@pytest.mark.parametrize('way', ['a scope', 'for a while', 'in the block', 'jit'])
+def test_a_scope_that_was_made_at_top_level_is_covered(way):
+    """In an apply of others, too: what is at top level there is no part of it."""
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, call, x):
+            return call(x)
+
+    def loss(variables: Any) -> Any:
+        before = Scope(variables)
+        with nn.stop_gradient('kernel'):
+            if way == 'for a while':
+                return jnp.sum(on_temporary_scope(variables, X))
+            if way == 'jit':
+                return jnp.sum(jitted_on_scope(variables, X))
+            scope = before if way == 'a scope' else Scope(variables)
+            return jnp.sum(Outer().apply({}, lambda x: on_scope(scope, x), X))
+
+    assert_stops_the_kernel(loss)
+    if way != 'a scope':  # Flax refuses a scope in the trace of others.
+        assert_stops_the_kernel(jax.jit(loss))
 
 
 def test_an_exception_out_of_an_apply_leaves_no_depth():
