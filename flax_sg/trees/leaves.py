@@ -72,7 +72,7 @@ class Leaves:
         rows = _names_of(self.tree)
         paths = [path_of(*of, x) for of, x in zip(rows, self.values, strict=True)]
         if self._tied is not None:
-            walk = Walk(self._tied, path_of)
+            walk = Walk(self._tied, path_of, ties_outside=False)
             for (names, inner), path in zip(rows, paths, strict=True):
                 leaf = walk.ways.at((*names, *inner))
                 if leaf is not None:

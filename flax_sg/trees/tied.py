@@ -1,4 +1,8 @@
-"""What stands in a tree again: tied Variables of NNX, and modules that are shared.
+"""What stands in modules again: tied Variables of NNX, and modules that are shared.
+
+Weights are tied in modules. A Variable at two places of a State, a dict or a list is in
+no module there. It is two leaves, as for JAX and optax: a target network begins as
+``{'online': state, 'target': state}``.
 
 JAX takes a module of NNX apart as a tree, and finds what stands at two places twice.
 Each copy would then get a verdict, a mask and an update of its own. Modules that share
@@ -42,17 +46,17 @@ jax.tree_util.register_pytree_node(
 
 
 def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
-    """A tree in which each Variable and module of NNX stands once, and what ties it.
+    """A tree in which modules of NNX have each Variable once, and what ties it.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> w = nnx.Param(jnp.ones(2))
-    >>> tree, tie = each_once({'encoder': w, 'decoder': (w, 1.0)})
+    >>> tree, tie = each_once({'net': nnx.Dict(encoder=w, decoder=w), 'w': w})
     >>> len(jax.tree.leaves(tree))
     2
     >>> doubled = tie(jax.tree.map(lambda leaf: 2 * leaf, tree))
-    >>> doubled['encoder'] is doubled['decoder'][0]
-    True
+    >>> doubled['net'].encoder is doubled['net'].decoder, doubled['w'] is w
+    (True, False)
 
     Args:
         tree: any pytree, with modules and Variables of NNX anywhere in it.
@@ -64,6 +68,10 @@ def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
     """
     if 'flax.nnx' not in sys.modules:
         return tree, _as_it_is
+    outer, around = jax.tree.flatten(tree, is_leaf=_has_places)
+    modules = [*filter(_is_tying, outer)]
+    if not modules:
+        return tree, _as_it_is
     numbers = dict[int, int]()
 
     def is_leaf(node: Any) -> bool:
@@ -73,7 +81,7 @@ def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
         numbers.setdefault(id(node), len(numbers))
         return is_again or is_variable(node)
 
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    nodes, treedef = jax.tree.flatten(modules, is_leaf=is_leaf)
     seen, is_tied = set[int](), False
     for index, node in enumerate(nodes):
         if id(node) in numbers:
@@ -81,10 +89,27 @@ def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
             if id(node) in seen or not is_variable(node):
                 nodes[index], is_tied = Again(numbers[id(node)]), True
             seen.add(id(node))
-    return (treedef.unflatten(nodes), _tie) if is_tied else (tree, _as_it_is)
+    if not is_tied:
+        return tree, _as_it_is
+    each = iter(treedef.unflatten(nodes))
+    return around.unflatten(next(each) if _is_tying(x) else x for x in outer), _tie
 
 
 def _tie(tree: Any) -> Any:
+    outer, around = jax.tree.flatten(
+        tree, is_leaf=lambda x: isinstance(x, Again) or _has_places(x)
+    )
+    each = iter(_tie_modules([*filter(_is_tying, outer)]))
+    return around.unflatten(next(each) if _is_tying(x) else x for x in outer)
+
+
+def _is_tying(node: Any) -> bool:
+    """Whether it is a module that JAX knows, or stands for one that stands again."""
+    is_module = _has_places(node) and not is_variable(node)
+    return isinstance(node, Again) or is_module
+
+
+def _tie_modules(tree: Any) -> Any:
     known = list[Any]()
 
     def is_leaf(node: Any) -> bool:

@@ -46,6 +46,8 @@ class Walk:
     Args:
         tree: a module, or any other tree.
         path_of: the path that filters get, see ``Ways``.
+        ties_outside: whether a Variable at two places outside of modules is one leaf,
+            as for ``nnx.split``, and not as for JAX.
 
     Attributes:
         tree: the tree.
@@ -58,7 +60,13 @@ class Walk:
         is_tree: whether nothing stands at two places.
     """
 
-    def __init__(self, tree: Any, path_of: Callable[..., Path] = path_at) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        path_of: Callable[..., Path] = path_at,
+        ties_outside: bool = True,
+    ) -> None:
+        self._ties_outside = ties_outside
         self.tree, self.modules = tree, dict[int, Any]()
         self.parts = dict[int, tuple[list[Keys], list[Any], Any]]()
         self._variables = dict[int, Leaf]()
@@ -98,9 +106,12 @@ class Walk:
         known, is_root = self._variables, iter([True])
         modules = set[int]()
 
+        is_in_module = isinstance(node, nnx.Pytree)
+        is_tying = is_in_module or self._ties_outside
+
         def is_leaf(x: Any) -> bool:
             if isinstance(x, nnx.Variable):
-                if id(x) not in known:
+                if is_tying and id(x) not in known:
                     known[id(x)] = Leaf(x)
                 return True
             # JAX asks for the node first, and a module may hold itself.
@@ -110,7 +121,7 @@ class Walk:
             return is_whole(x)
 
         data = node
-        if isinstance(node, nnx.Pytree):
+        if is_in_module:
             self.modules[id(node)] = node
             # JAX does not know the class if it was made with ``pytree=False``.
             if jax.tree_util.all_leaves([node]):
@@ -118,7 +129,8 @@ class Walk:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(data, is_leaf=is_leaf)
         keys = [tuple(_OF_KEYS.get(type(x), str)(x) for x in of) for of, _ in pairs]
         children = [
-            x if id(x) in modules else known.get(id(x)) or Leaf(x) for _, x in pairs
+            x if id(x) in modules else (is_tying and known.get(id(x))) or Leaf(x)
+            for _, x in pairs
         ]
         return keys, children, treedef
 

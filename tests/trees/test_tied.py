@@ -5,10 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
 import flax_sg as sg
+from flax_sg import nnx as sg_nnx
 from flax_sg.filters import as_filter
 from flax_sg.trees import ways
 from flax_sg.trees.leaves import Leaves
@@ -108,10 +110,67 @@ def test_what_is_not_tied_is_the_tree_itself():
 def test_other_ties_are_another_structure():
     def tied(a, b):
         w, v = nnx.Param(jnp.ones(1)), nnx.Param(jnp.ones(1))
-        return Leaves([w, v, (w, v)[a], (w, v)[b]]).treedef
+        return Leaves(nnx.List([w, v, (w, v)[a], (w, v)[b]])).treedef
 
     assert tied(0, 1) == tied(0, 1)
     assert len({tied(0, 1), tied(1, 0), tied(0, 0)}) == 3
+
+
+@pytest.mark.parametrize('make', ['state', 'variables', 'pure', 'list', 'beside'])
+def test_one_state_at_two_places_is_two_leaves(make):
+    """As for JAX and optax; of models that share a Variable it stays one."""
+    model = Tied()
+    state, layer = nnx.state(model), model.layer.kernel
+    tree = {
+        'state': {'online': state, 'target': state},
+        'variables': {'online': {'w': layer}, 'target': {'w': layer}},
+        'pure': {'online': nnx.state(model), 'target': nnx.state(model)},
+        'list': {'online': [layer], 'target': (layer,)},
+        'beside': {'model': model, 'target': {'w': layer}, 'online': [layer]},
+    }[make]
+    if make == 'beside':
+        copy = {'model': nnx.clone(model), 'target': {'w': 1.0}, 'online': [1.0]}
+    else:
+        copy = jax.tree.map(jnp.copy, tree)
+    for where in 'target/**', 'online/**', ['target/**', 'online/**']:
+        takes = [one.selected for one in sg.paths(tree, where=where)]
+        assert takes == [one.selected for one in sg.paths(copy, where=where)]
+        mask, wanted = (sg.mask(one, trained=where) for one in (tree, copy))
+        assert jax.tree.leaves(mask) == jax.tree.leaves(wanted)
+    part, rest = sg.partition(tree, 'target/**')
+    oracle.assert_same(sg.combine(part, rest), tree)
+    count = lambda some: len(jax.tree.leaves(some))  # noqa: E731
+    if make == 'beside':
+        return  # A view is what stops a model.
+    assert count(part['target']) == count(tree['target']) == count(part)
+
+    def loss(stop):
+        return lambda tree: sum(x.sum() for x in jax.tree.leaves(stop(tree)))
+
+    by_hand = loss(
+        lambda tree: tree | {'target': jax.lax.stop_gradient(tree['target'])}
+    )
+    ours = loss(lambda tree: sg.stop_gradient(tree, 'target/**'))
+    for name in 'target', 'online':
+        oracle.assert_same(jax.grad(ours)(tree)[name], jax.grad(by_hand)(tree)[name])
+
+
+def test_views_of_a_model_beside_its_own_variable_tie_them():
+    """As ``nnx.split`` does: Flax asks a filter for one of the paths alone."""
+    model = Tied()
+    tree = [model, model.layer.kernel]
+    view = sg_nnx.stop_gradient(tree, '1')
+    assert view[1] is view[0].layer.kernel is not tree[1]
+    assert sg_nnx.where(tree, '1').selected == {('params', ('0', 'layer', 'kernel'))}
+
+
+def test_a_frozen_target_that_is_the_online_state():
+    state = nnx.state(Tied())
+    tree = {'online': state, 'target': state}
+    tx = sg.freeze(optax.sgd(1.0), 'target/**')
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, tree), tx.init(tree), tree)
+    assert all((x == -1).all() for x in jax.tree.leaves(updates['online']))
+    assert not any(x.any() for x in jax.tree.leaves(updates['target']))
 
 
 def test_marked_leaves_and_declared_classes_in_a_module():
