@@ -116,7 +116,8 @@ def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) ->
         As ``stop_gradient``.
     """
     filters.named(filters.as_filter(where), 'trained', 'nnx.train_only(model, {})')
-    return view(Walk(model), rewrites.train_only(where, **how), kind)
+    rewrite = rewrites.train_only(where, **how)
+    return view(Walk(model), rewrite, kind, 'train_only')
 
 
 def substitute(model: M, values: Any, *, kind: Any = parameters, **how: Any) -> M:

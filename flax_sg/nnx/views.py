@@ -25,13 +25,14 @@ from flax_sg.trees.walks import Leaf, Walk
 _MUTABLE = ('hijax', 'is_hijax', 'ref', 'has_ref')
 
 
-def view(walk: Walk, rewrite: rules.Rewrite, kind: Any) -> Any:
+def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
     """A model that reads other values in the Variables that a filter selects.
 
     Args:
         walk: the model.
         rewrite: the filter and the rule.
         kind: an NNX filter of what the filter is asked for.
+        name: the function that the user calls, for errors; by default that of the rule.
 
     Returns:
         A model of the same class. Its modules are shallow copies. A selected Variable
@@ -43,7 +44,7 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any) -> Any:
             array of JAX, or a static attribute leads to one.
         UnusedFilterError: if ``kind`` or a part of the filter matches nothing.
     """
-    call = f'nnx.{rewrite.rule.name}'
+    call = f'nnx.{name or rewrite.rule.name}'
     if rewrite.collections != 'params':
         raise TypeError(f'{call}: collections= is for linen; see kind=')
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
