@@ -57,6 +57,18 @@ def body_of(eqn: Any) -> Any:
     return opened(closed_body_of(eqn))
 
 
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether an equation is a ``jax.jit`` that says no more than its body does."""
+    if eqn.primitive.name not in JITTED:
+        return False
+    params = eqn.params
+    shardings = (*params['in_shardings'], *params['out_shardings'])
+    layouts = (*params.get('in_layouts', ()), *params.get('out_layouts', ()))
+    plain = all(type(x).__name__ == 'UnspecifiedValue' for x in shardings)
+    is_set = any(x is not None for x in layouts) or params.get('compiler_options_kvs')
+    return plain and not is_set and not any(params['donated_invars'])
+
+
 def is_ref(var: Any) -> bool:
     """Whether a variable of a jaxpr is a mutable array."""
     return 'Ref' in type(getattr(var, 'aval', None)).__name__

@@ -31,6 +31,7 @@ from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.internals import required, versions
 from tests.errors import (
+    ahead_errors,
     block_errors,
     cotangent_errors,
     filter_errors,
@@ -280,6 +281,7 @@ HERE = types.SimpleNamespace(**{**globals(), 'CASES': dict(CASES)})
 HAS_NNX = hasattr(nnx.Variable, 'get_value')
 TABLES = [
     HERE,
+    ahead_errors,
     block_errors,
     cotangent_errors,
     filter_errors,

@@ -38,6 +38,7 @@ STACK = [
     'optim',
     'autodiff',
     'flow',
+    'ahead',
     'summary',
     'testing',
     'demo',
