@@ -31,8 +31,10 @@ STATE = UPDATE, HOLD, EVAL = 'update', 'hold', 'eval'
 # whether they draw random numbers.
 _STATISTICS = {'use_running_average': True, 'update_stats': False}
 _DROPOUT = {'deterministic': True}
-# What a call gives to its caller is no state: these, and what it sows elsewhere.
-_RESULTS = ('intermediates', 'perturbations')
+# What a call gives to its caller is no state: these, and what it sows elsewhere. A
+# model that generates has to write its cache, frozen or not. A mirror only reads it.
+OF_MIRRORS = ('intermediates', 'perturbations')
+RESULTS = (*OF_MIRRORS, 'cache')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +43,28 @@ class _HoldState(rules.Rule):
 
     Attributes:
         asks_place: whether the block tells, too, which modules evaluate.
+        results: the collections that are never held.
     """
 
     name = 'hold_state'
     asks_path = False
     acts_on = 'nothing'
     asks_place: bool = False
+    results: tuple[str, ...] = RESULTS
 
 
-def state_in(where: filters.Filter, choice: str) -> rules.Rewrite:
-    """The rewrite whose filter tells which state is held."""
-    rule = _HoldState(choice == EVAL)
-    return rules.Rewrite(where, rule, DenyList(('params', *_RESULTS)), 'ignore')
+def state_in(
+    where: filters.Filter, choice: str, results: tuple[str, ...]
+) -> rules.Rewrite:
+    """The rewrite whose filter tells which state is held.
+
+    Args:
+        where: the filter.
+        choice: one of ``STATE``.
+        results: the collections that are never held.
+    """
+    rule = _HoldState(choice == EVAL, results)
+    return rules.Rewrite(where, rule, DenyList(('params', *results)), 'ignore')
 
 
 @contextlib.contextmanager
@@ -84,13 +96,16 @@ def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
 
 
 def _takes(block: blocks.Block, root: roots.Root, key: Key) -> bool:
+    rule: Any = block.rewrite.rule
+    if key[0] in rule.results:
+        return False
     return bool(selection.selects(block, root, key, read=False, noted=True))
 
 
 def _keys_in(scope: Scope) -> Iterator[Key]:
     """The leaves of all variables of a scope and the scopes below it."""
     for collection, tree in core_scopes.stored(scope).items():
-        if collection not in _RESULTS:
+        if collection not in RESULTS:
             yield from iter_leaf_keys((collection, scope.path), tree)
 
 
@@ -156,7 +171,7 @@ def _put_back(
         value, below = before[name], (collection, (*path, name))
         if isinstance(value, Mapping) and isinstance(now[name], dict):
             _put_back(takes, sown, below, now[name], value)
-        elif collection not in _RESULTS and below not in sown and takes(below):
+        elif below not in sown and takes(below):
             now[name] = value
 
 

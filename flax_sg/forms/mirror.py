@@ -36,6 +36,9 @@ class Mirror(wrappers.Wrapper):
     values: rules.Rewrite | None = None
     rngs: str = SAME
 
+    # The cache is that of the module, which may be called beside the view.
+    _results = held_state.OF_MIRRORS
+
     def __post_init__(self) -> None:
         if self.rngs not in RNGS:
             raise unknown_choice('rngs', self.rngs, RNGS)
@@ -127,9 +130,10 @@ def mirror(
               on counting, so call module and view equally often there;
             * ``'fresh'``: new ones, as another call of the module would.
         state: what happens to batch statistics and other state, as in ``nn.Frozen``.
-            ``'hold'`` by default: only the module itself updates them. Each call reads
-            the values given as ``variables`` as they were given, even if an earlier
-            call wrote them, and updates nothing, whatever ``where`` selects.
+            ``'hold'`` by default: only the module itself updates them, and its cache.
+            Each call reads the values given as ``variables`` as they were given, even
+            if an earlier call wrote them, and updates nothing, whatever ``where``
+            selects.
         collections: the collections that ``where`` looks at, ``'params'`` by default.
             Running averages among ``variables`` are stopped with ``True``.
         unused: as in ``nn.Frozen``.

@@ -71,6 +71,8 @@ class _Forwards:
 
     # What holds while the module is used.
 
+    _results = held_state.RESULTS
+
     @contextlib.contextmanager
     def _in_block(self: Any, judge: bool) -> Generator[None]:
         """The block is open, and state is treated as ``state`` says.
@@ -83,7 +85,8 @@ class _Forwards:
             yield
 
     def _state_in(self: Any, where: filters.Filter, choice: str) -> Any:
-        block = self._block(held_state.state_in(where, choice), judge=False)
+        rewrite = held_state.state_in(where, choice, self._results)
+        block = self._block(rewrite, judge=False)
         return held_state.handle_state(self.module, choice, block)
 
     def _block(self: Any, rewrite: rules.Rewrite, judge: bool) -> opening.InBlock:
@@ -301,10 +304,10 @@ class Frozen(Wrapper):
         collections: the collections that ``where`` looks at, ``'params'`` by default.
         state: what happens to batch statistics and other state that ``where``
             selects: all of it by default, with ``'stage_1/**'`` all in that stage, with
-            ``'**/kernel'`` none. State is every mutable collection but ``'params'``,
-            ``'intermediates'`` and ``'perturbations'``. What the module sows
-            (``self.sow``), there or in other collections, is no state but a result,
-            and is kept:
+            ``'**/kernel'`` none. State is every mutable collection but ``'params'``.
+            ``'intermediates'``, ``'perturbations'`` and what the module sows
+            (``self.sow``) are results, and ``'cache'`` is what a model that generates
+            works with: these are written as ever:
 
             * ``'update'``: it is updated, as without the wrapper;
             * ``'hold'``: each call works on a copy that is dropped when it ends. What

@@ -61,7 +61,7 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
     Args:
         target: what is scanned: a Module class, or a function of a module.
         *args: as for ``flax.linen.scan``.
-        frozen_layers: which layers, by their index along the scan: an int, a slice, a
+        frozen_layers: which layers, by their index along the scan: 0, -1, a slice, a
             sequence of ints, or a bool for each layer. Negative ones count from the
             end. A few runs of neighbours are fast; layers here and there are masked. Or
             a dict, from paths in a layer to such layers: with ``{'**/kernel':
@@ -181,6 +181,11 @@ def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
     [False, False]
     """
     mask = np.zeros(length, bool)
+    if isinstance(layers, int) and layers not in (0, -1):
+        write = f'write slice({layers}) for a number of layers, [{layers}] for one'
+        raise _wrong_layers(
+            layers, length, f'{layers} may be a number or an index: {write}'
+        )
     index = layers if isinstance(layers, (slice, int)) else np.asarray(layers)
     is_empty = isinstance(index, np.ndarray) and not index.size  # [] would be floats.
     try:

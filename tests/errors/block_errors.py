@@ -387,8 +387,13 @@ CASES: dict[str, tuple[Any, ...]] = {
         "AttributeError: 'Frozen' | '__wrapped__'",
     ),
     'a layer that there is not': (
-        lambda: stacked(7),
-        'PartError: frozen_layers=7 | frozen_layers=slice',
+        lambda: stacked([7]),
+        'PartError: frozen_layers=[7] | frozen_layers=slice',
+    ),
+    'a number of layers': (
+        lambda: stacked(2),
+        'PartError: frozen_layers=2 | slice(2) | [2]',
+        lambda: [stacked(slice(2)), stacked([2])],
     ),
     'a frozen stack that is written': (
         lambda: stacked(slice(0, 2), True, ['params']),

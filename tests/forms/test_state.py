@@ -198,3 +198,64 @@ def test_state_is_held_by_path_in_a_scan() -> None:
     oracle.assert_same(found, {**after, 'stage_1': before['stage_1']})
     was, now = (stages['stage_1']['norm']['var'] for stages in (before, after))
     assert not jnp.array_equal(was, now)
+
+
+class Language(linen.Module):
+    """A language model with a cache, and a layer that sows and draws in training."""
+
+    decode: bool = False
+
+    @linen.compact
+    def __call__(self, tokens, train=True):
+        embed = linen.Embed(7, 8, name='embed')
+        mask = None if self.decode else linen.make_causal_mask(tokens)
+        x = embed(tokens)
+        x += linen.MultiHeadDotProductAttention(
+            2, decode=self.decode, dropout_rate=0.5, deterministic=not train, name='att'
+        )(x, mask=mask)
+        self.sow('intermediates', 'x', x)
+        return embed.attend(x)
+
+
+@pytest.mark.parametrize('state', ['update', 'hold', 'eval'])
+@pytest.mark.parametrize('where', [True, 'att/**'])
+def test_a_frozen_language_model_generates(state: str, where: Any) -> None:
+    """A cache is no statistic: it is written as without the wrapper."""
+    tokens = jax.random.randint(jax.random.key(0), (1, 5), 0, 7)
+    params = Language().init(KEY, tokens, train=False)['params']
+    cache = Language(decode=True).init(KEY, tokens, train=False)['cache']
+    whole = Language().apply({'params': params}, tokens, train=False)
+    # In evaluation dropout is off, whatever the model is told.
+    train = state == 'eval'
+    frozen = nn.Frozen(Language(decode=True), where, state=state)
+
+    def steps(model: Any, train: bool) -> tuple[list[Any], Any]:
+        variables, made = {'params': params, 'cache': cache}, []
+        for n in range(5):
+            token = tokens[:, n : n + 1]
+            out, new = model.apply(variables, token, train, mutable=['cache'])
+            variables, made = {**variables, **new}, [*made, out]
+        return made, variables['cache']
+
+    made, written = steps(frozen, train)
+    expected, of_model = steps(Language(decode=True), False)
+    oracle.assert_same(made, expected)
+    oracle.assert_same(written, of_model)
+    assert jnp.allclose(jnp.concatenate(made, 1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize('order', [(True, False), (False, True)])
+def test_a_mirror_leaves_the_cache_to_its_module(order: tuple[bool, bool]) -> None:
+    class Pair(linen.Module):
+        @linen.compact
+        def __call__(self, tokens):
+            model = Language(decode=True, name='model')
+            view = nn.mirror(model)
+            for is_view in order:
+                (view if is_view else model)(tokens, train=False)
+            return 0.0
+
+    alone = Language(decode=True).init(KEY, jnp.ones((1, 5), int), train=False)
+    variables = {name: {'model': alone[name]} for name in ('params', 'cache')}
+    _, new = Pair().apply(variables, jnp.ones((1, 1), int), mutable=['cache'])
+    assert new['cache']['model']['att']['cache_index'] == 1

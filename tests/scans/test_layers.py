@@ -395,7 +395,7 @@ def loss_of(model: Any, stop: Callable[[Any], Any] = lambda p: p) -> Any:
     [
         {'**/kernel': slice(0, 8)},
         {'**/kernel': slice(0, 8), 'in_/**': slice(0, 4)},
-        {'out/kernel': [0, 2, 4, 6], 'in_/bias': 11},  # So many runs are masked.
+        {'out/kernel': [0, 2, 4, 6], 'in_/bias': [11]},  # So many runs are masked.
     ],
 )
 def test_some_parameters_of_some_layers(frozen: Any) -> None:
