@@ -291,6 +291,8 @@ def _joint_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
     if block in root.handed.covered:  # The others were rewritten outside.
         return leaf
     if any(above for above, _ in root.parts):
+        if not isinstance(leaf, tracing.Tracer):  # Nothing differentiates it there.
+            return leaf
         raise _in_a_body(block.rewrite, path_of(block, key))
     views = _Views.of(root, block)
     if views.joint is None:

@@ -312,7 +312,9 @@ def copy_cotangent(
         sources: ``{target: source}``, paths without patterns: the target gets the
             gradient of the source. A source that is a target itself passes on its
             own gradient: ``{'a': 'b', 'b': 'a'}`` swaps two. The block need not read
-            the target.
+            the target. The gradient of a source is that of its reads in the block,
+            even if the source is frozen around the block or not differentiated. A
+            source that is frozen inside the block has none: the target gets zeros.
         add: whether a target keeps its own gradient as well.
         collections: as for ``map_cotangent``.
         unused: as for ``map_cotangent``, of all these paths.

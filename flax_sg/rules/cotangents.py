@@ -40,7 +40,7 @@ def has_to_act(rewrite: rules.Rewrite, path: Path, leaf: Any) -> bool:
             )
         return False
     # JAX differentiates tracers only: every other array is a constant.
-    return isinstance(leaf, tracing.Tracer)
+    return rewrite.rule.of_constants or isinstance(leaf, tracing.Tracer)
 
 
 class OnCotangents(rules.Keyed):
@@ -196,6 +196,8 @@ class Copy(OnCotangents):
     """
 
     jointly: ClassVar[bool] = True
+    # What the uses of a source get goes to its target, whoever differentiates it.
+    of_constants: ClassVar[bool] = True
 
     def __init__(self, sources: Mapping[str, str], add: bool) -> None:
         super().__init__('copy_cotangent', parts=(tuple(sources.items()), add))
@@ -203,6 +205,9 @@ class Copy(OnCotangents):
 
     def together(self, selected: rules.Selected) -> list[list[Any]]:
         """Returns the leaves behind one identity."""
+        leaves = [leaf for _, of_path in selected for leaf in of_path]
+        if not any(isinstance(leaf, tracing.Tracer) for leaf in leaves):
+            return super().together(selected)
         pairs = self._pairs(selected)
 
         def fn(cotangents: Sequence[Any], _: Any) -> list[Any]:
@@ -231,7 +236,7 @@ class Copy(OnCotangents):
             of = places.get((collection, str(source)), [])
             if source is None or not of:
                 continue  # At initialization a source may come later than the target.
-            old, new = ([leaves[i] for i in numbers] for numbers in (to, of))
+            old, new = ([jax.typeof(leaves[i]) for i in at] for at in (to, of))
             _checked(target, f'that of {source!r}', old, new)
             pairs += zip(to, of, strict=True)
         return pairs

@@ -53,6 +53,8 @@ class Rule:
     where the block begins. Otherwise one value is made in the trace of the leaf."""
     jointly: ClassVar[bool] = False
     """Whether the result for one leaf depends on all selected leaves."""
+    of_constants: ClassVar[bool] = False
+    """Whether a rule on cotangents acts on leaves that nothing differentiates, too."""
     operands: Sequence[Any] = ()
     """Numbers and arrays that the rule uses, beside the leaves."""
     brings: bool = False
