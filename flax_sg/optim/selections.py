@@ -78,6 +78,11 @@ def rows_are_cut() -> bool:
     return tracing.freezes.value[1]
 
 
+def marked() -> contextlib.AbstractContextManager[Any]:
+    """In it each freeze marks its state, and no filter has to match something."""
+    return tracing.freezes((True, rows_are_cut()))
+
+
 def inside(trained: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """Tells the freezes in the transformation of a freeze whether it cuts rows.
 
@@ -125,7 +130,7 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
                     found[names] = own if outer is None else own.within(outer)
                     waiting.append((names, node.value, found[names]))
 
-    with tracing.freezes((True, rows_are_cut())):
+    with marked():
         try:
             jax.eval_shape(init)
         except jax.errors.JAXTypeError:  # It asks for values.

@@ -171,9 +171,8 @@ def whole_of(takes: Any, array: Any, shape: tuple[int, ...]) -> Any:
     return takes.put(array, shape, 0) if isinstance(takes, Choice) else array
 
 
-def is_cut(array: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an array may be some rows of one of another shape."""
-    its = np.shape(array)
+def is_cut(its: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether an array of one shape may be some rows of an array of another."""
     front = len(shape) - len(its) + 1
     rest = 0 < len(its) <= len(shape) and its[1:] == shape[front:]
     return rest and its[0] < np.prod(shape[:front])

@@ -93,7 +93,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'the state of another optimizer': (
         lambda: sg.adopt(adam, PARAMS, optax.sgd(0.1, 0.9).init(PARAMS)),
-        "StructureError: '0/trace/*' | sg.adopt(tx, params, state)",
+        "StructureError: TraceState | '0' | ScaleByAdamState | "
+        'sg.adopt(tx, params, state)',
+    ),
+    'plain dicts of another optimizer': (
+        lambda: sg.adopt(adam, PARAMS, {'0': {'trace': HEAD}}),
+        "StructureError: '0/trace/*' | '0/count' | sg.adopt(tx, params, state)",
+    ),
+    'a hole in place of a state': (
+        lambda: sg.adopt(adam, PARAMS, None),
+        "StructureError: nothing | '0/count' | sg.adopt(tx, params, state)",
     ),
     'an argument that there is not': (
         lambda: sg.grad(product, argnums=1)(PARAMS),

@@ -1,0 +1,196 @@
+"""Whether a state is that of a transformation, whatever is frozen in either.
+
+Naive attempts ask for one common name. RMSProp's state has Adam's 'nu', and AdaBelief's
+'nu' is another one. So each record (``optax.ScaleByAdamState``) has to be the record
+that the new state has at its place. A state that was stored as plain dicts has no
+records: there the names of the fields count, and those of the trees of moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from flax_sg import errors
+from flax_sg.optim.owners import Owner, is_of_one_selection
+from flax_sg.optim.selections import Names, names_of
+from flax_sg.trees.leaves import is_differentiable, shape_of
+
+# The values of a state, by their names.
+Values: TypeAlias = Mapping[Names, Any]
+
+
+def check_transformation(
+    owners: Mapping[Names, Owner], new: Any, state: Any, ours: Values, theirs: Values
+) -> None:
+    """Raises if a state is that of another transformation.
+
+    Args:
+        owners: the owners of all values.
+        new: a new state.
+        state: the state.
+        ours: the values of ``new``, by their names.
+        theirs: the values of ``state``.
+    """
+    trees = {*_trees(owners, ours), *_trees(owners, theirs)}
+    # Records below are those of parameters, which may have another class now.
+    here, there = (
+        {at: name for at, name in _records(each) if not _is_in(at, trees)}
+        for each in (new, state)
+    )
+    if not there and not (ours and theirs):
+        if ours and _is_hole(state):
+            raise _other_fields(owners, ours, theirs)
+        return  # All may be frozen: what was stored as plain dicts tells no more.
+    places = _places(owners, ours, theirs, here, there) if there else ()
+    for place in sorted(places, key=lambda at: (at not in there, at)):
+        if here.get(place) != there.get(place):
+            raise _other_record(place, here.get(place), there.get(place))
+    both = here.keys() & there.keys()
+    fields, others = (
+        _fields(owners, [names for names in values if not _is_in(names, both)])
+        for values in (ours, theirs)
+    )
+    common = fields.keys() & others.keys()
+    is_other = bool(fields and others and not common)
+    is_other |= not all(fields[part].fits(others[part]) for part in common)
+    # One array has become a tree, as optax.flatten makes one of a tree.
+    is_other |= any(owners[names].number < 0 for names in trees & owners.keys())
+    known = [names for names in theirs if owners[names].number >= 0 or names in ours]
+    if is_other or (ours and theirs and not known):
+        raise _other_fields(owners, ours, theirs)
+
+
+def _is_hole(state: Any) -> bool:
+    """Whether it is what stands in a restored tree where there is nothing."""
+    return state is None or (isinstance(state, dict) and not state)
+
+
+def _trees(owners: Mapping[Names, Owner], values: Iterable[Names]) -> Iterator[Names]:
+    """The places of the trees that are like the parameters."""
+    for names in values:
+        around = owners[names].around
+        if owners[names].number >= 0 and (end := around.index('*')):
+            yield around[:end]
+
+
+def _places(
+    owners: Mapping[Names, Owner],
+    ours: Values,
+    theirs: Values,
+    here: Mapping[Names, str],
+    there: Mapping[Names, str],
+) -> set[Names]:
+    """The places at which both states have to have the same record.
+
+    They have values in both, or moments in one: what only counts steps, as a schedule
+    does, may begin anew, or not go on.
+    """
+    if not (ours or theirs):
+        return here.keys() & there.keys()
+    places = _around(ours, here) & _around(theirs, there)
+    for values, records in ((ours, here), (theirs, there)):
+        moments = [
+            names
+            for names, value in values.items()
+            if owners[names].number >= 0 or _remembers(value)
+        ]
+        places |= _around(moments, records)
+    return places
+
+
+def _remembers(value: Any) -> bool:
+    """Whether a value of all parameters is more than a count, or a random key."""
+    is_array = shape_of(value) != () and is_differentiable(value)
+    return is_array or is_of_one_selection(value)
+
+
+def _around(values: Iterable[Names], places: Iterable[Names]) -> set[Names]:
+    """Of some places those around values."""
+    known = {names[:n] for names in values for n in range(len(names) + 1)}
+    return known.intersection(places)
+
+
+def _is_in(names: Names, places: Collection[Names]) -> bool:
+    return any(names[:n] in places for n in range(len(names) + 1))
+
+
+class _Fields(NamedTuple):
+    """What a part of a state has.
+
+    Attributes:
+        shared: the names of values that belong to no parameter.
+        trees: the places of the trees that are like the parameters.
+    """
+
+    shared: set[Names]
+    trees: set[Names]
+
+    def fits(self, others: _Fields) -> bool:
+        """Whether others are of the same part, whatever is frozen in either.
+
+        A tree of which all is frozen has no values.
+        """
+        same = self.trees == others.trees or not (self.trees and others.trees)
+        return same and self.shared == others.shared
+
+
+def _fields(
+    owners: Mapping[Names, Owner], values: Iterable[Names]
+) -> dict[Names, _Fields]:
+    """What the parts of a state have; hyperparameters are those of the new state."""
+    found: dict[Names, _Fields] = {}
+    for names in values:
+        owner = owners[names]
+        if 'hyperparams' not in owner.around:
+            fields = found.setdefault(owner.part, _Fields(set(), set()))
+            fields.trees.update(_trees(owners, [names]))
+            fields.shared.update([names] if owner.number < 0 else [])
+    return found
+
+
+def _records(state: Any, top: Names = ()) -> Iterator[tuple[Names, str]]:
+    """The names of the class of each record in a state, by their places."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: node is not state and _is_record(node)
+    )
+    if _is_record(state):
+        yield top, type(state).__name__
+    for keys, node in pairs:
+        if _is_record(node):
+            yield from _records(node, top + names_of(keys))
+
+
+def _is_record(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, '_fields')
+
+
+def _other_record(
+    place: Names, ours: str | None, theirs: str | None
+) -> errors.StructureError:
+    where = f' at {"/".join(place)!r}' if place else ''
+    return errors.StructureError(
+        f'sg.adopt: the state has {theirs or "nothing"}{where}, where the new state '
+        f'has {ours or "nothing"}.\n{_ADVICE}'
+    )
+
+
+def _other_fields(
+    owners: Mapping[Names, Owner], ours: Values, theirs: Values
+) -> errors.StructureError:
+    here, there = (
+        {'/'.join(owners[names].around) for names in of} for of in (ours, theirs)
+    )
+    its = repr(min(there - here or there)) if there else 'nothing'
+    has = repr(min(here - there or here)) if here else 'nothing'
+    return errors.StructureError(
+        f'sg.adopt: the state has {its}, where the new state has {has}.\n{_ADVICE}'
+    )
+
+
+_ADVICE = (
+    'It is the state of another transformation, or of other parameters: give that of '
+    'what sg.freeze wraps, sg.adopt(tx, params, state).'
+)

@@ -1,0 +1,166 @@
+"""Whom the values in a state of an optimizer belong to.
+
+The names of a parameter stand below those of a tree that is like the parameters:
+'0/mu/enc/w' is Adam's 'mu' of 'enc/w'. In the state of a freeze, these are the
+parameters that the freeze was given.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from flax_sg.optim.selections import Names, Selection, names_of, selections
+from flax_sg.trees.leaves import Leaves, is_differentiable, shape_of
+from flax_sg.trees.rows import shape_of_part
+
+# States that remember steps of all parameters together: what they know of some of them
+# is of no use beside others.
+_OF_ONE_SELECTION = (
+    'ScaleByLBFGSState',
+    'ScaleByBacktrackingLinesearchState',
+    'ScaleByZoomLinesearchState',
+    'ScaleByOptimisticGradientState',
+)
+
+
+class Owner(NamedTuple):
+    """Whom a value of a state belongs to.
+
+    Attributes:
+        name: the path of the parameter; the value's own place if there is none.
+        part: the part of the state that has the value, or the tree that is like the
+            parameters: a count stands there beside moments.
+        around: the names of the value without those of the parameter.
+        selection: what the innermost freeze around it selects.
+        number: which parameter of these; -1 for none.
+    """
+
+    name: str
+    part: Names
+    around: Names
+    selection: Selection
+    number: int = -1
+
+    @property
+    def trained(self) -> Any:
+        """What is trained of the parameter."""
+        return self.number >= 0 and self.selection.trained[self.number]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter; () if there is none."""
+        return self.selection.shapes[self.number] if self.number >= 0 else ()
+
+    @property
+    def one_trained(self) -> Names:
+        """The names of a parameter that is trained beside this one, if there is one."""
+        pairs = zip(self.selection.names, self.selection.trained, strict=True)
+        return next((names for names, trained in pairs if trained), ())
+
+    def owns(self, made: Any) -> bool:
+        """Whether a value belongs to a parameter; a number may be that of a tree."""
+        return self.number >= 0 and not shape_of(made) == () != self.shape
+
+    def is_as_long(self, made: Any) -> bool:
+        """Whether a value is an array as long as all that is trained."""
+        if len(shape_of(made)) != 1:
+            return False
+        rows = zip(self.selection.trained, self.selection.shapes, strict=True)
+        size = sum(math.prod(shape_of_part(*row)) for row in rows if row[0])
+        return shape_of(made) == (size,) != (1,) and is_differentiable(made)
+
+
+def owners_of(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, Owner]:
+    """The owners of the values of some states of a transformation.
+
+    Args:
+        tx: the transformation.
+        leaves: the parameters.
+        every: the names of the values.
+    """
+    everything = Selection.of(leaves, [True] * len(leaves.values))
+    freezes = {(): everything, **selections(tx, leaves.restore(leaves.values))}
+    inside: dict[Names, list[Names]] = {top: [] for top in freezes}
+    for names in every:  # The innermost freeze around a value decides.
+        tops = (names[:n] for n in range(len(names), -1, -1))
+        inside[next(top for top in tops if top in freezes)].append(names)
+    owners: dict[Names, Owner] = {}
+    for top, selection in freezes.items():
+        places = {path: n for n, path in enumerate(selection.names)}
+        readings = {
+            names: [*_readings(names, len(top), places)] for names in inside[top]
+        }
+        votes = collections.Counter(
+            names[: reading.first]
+            for names, each in readings.items()
+            for reading in each
+            if reading.last == len(names)
+        )
+        for names, each in readings.items():
+            owners[names] = _owner_of(names, each, votes, selection)
+    return owners
+
+
+class _Reading(NamedTuple):
+    """Some of the names of a value, read as those of a parameter.
+
+    Attributes:
+        first: where they begin.
+        last: where they end.
+        number: the number of the parameter.
+    """
+
+    first: int
+    last: int
+    number: int
+
+
+def _readings(names: Names, start: int, places: dict[Names, int]) -> Iterator[_Reading]:
+    for first in range(start, len(names) + 1):
+        for last in range(first, len(names) + 1):
+            number = places.get(names[first:last])
+            if number is not None:
+                yield _Reading(first, last, number)
+
+
+def _owner_of(
+    names: Names,
+    readings: Sequence[_Reading],
+    votes: collections.Counter[Names],
+    selection: Selection,
+) -> Owner:
+    """The owner of a value: of several readings the most likely one.
+
+    'mu/w' may be the parameter 'w' below Adam's 'mu', or a parameter of this name.
+    Where the names before lead to more parameters, they are those of a tree.
+    """
+
+    def likely(reading: _Reading) -> Any:
+        # The last end counts: 'b/a' is not 'a'.
+        votes_of = votes[names[: reading.first]]
+        is_trained = bool(selection.trained[reading.number])
+        return reading.last, votes_of, is_trained, -reading.first, reading.number
+
+    readings = [reading for reading in readings if votes[names[: reading.first]]]
+    if not readings:
+        return Owner('/'.join(names), names[:-1], names, selection)
+    first, last, number = max(readings, key=likely)
+    around = (*names[:first], '*', *names[last:])
+    part = names[: max(first - 1, 0)]
+    return Owner(str(selection.paths[number]), part, around, selection, number)
+
+
+def values_of(state: Any) -> list[tuple[Names, Any]]:
+    """The values of a state, with the names that lead to them."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_of_one_selection)
+    return [(names_of(keys), value) for keys, value in pairs]
+
+
+def is_of_one_selection(node: Any) -> bool:
+    """Whether something remembers steps of all parameters together; one value."""
+    return type(node).__name__ in _OF_ONE_SELECTION
