@@ -326,10 +326,10 @@ def _run_again(
     trace = tracing.in_innermost_trace([*levels, module.scope.trace_level])
     with trace, thread.only(open_blocks):
         tops, copies = core_scopes.copy_scopes(modules.scopes_of(module), scratch_of)
-        clone = modules.clone_on(module, copies)
         before = thread.rewritten
         doubts = thread.doubts = []
         try:
+            clone = modules.clone_on(module, copies)
             modules.run_setup(clone)
         except Exception as error:
             error.add_note('Raised when setup ran again, for values in an open block.')

@@ -16,6 +16,7 @@ from flax.core.scope import Scope
 from flax.linen import module as linen_module
 from flax.linen import transforms as linen_transforms
 
+from flax_sg import errors
 from flax_sg.internals import core_scopes
 
 Module = linen_module.Module
@@ -132,19 +133,24 @@ def in_setup() -> list[Module]:
 
 
 def clone_on(module: Module, scopes: list[Scope]) -> Module:
-    """Clones a bound module onto other scopes, without running its ``setup``."""
+    """Clones a bound module onto other scopes.
+
+    Its ``setup`` does not run, unless ``__post_init__`` reads what ``setup`` makes.
+    """
     clone, _, _ = linen_transforms.set_module_scopes(module, (), {}, scopes)
-    state = module._state.export()
-    state.in_setup = False
-    object.__setattr__(clone, '_state', state)
+    has_run = is_set_up(clone)
+    if not has_run:
+        state = module._state.export()
+        state.in_setup = False
+        object.__setattr__(clone, '_state', state)
     if isinstance(module.parent, Module):
         object.__setattr__(clone, 'parent', module.parent)
     for field in dataclasses.fields(module):
         if field.init and field.name != 'parent':
-            value = _in_order_of(
-                getattr(module, field.name), getattr(clone, field.name)
-            )
-            object.__setattr__(clone, field.name, value)
+            given, copied = getattr(module, field.name), getattr(clone, field.name)
+            if has_run and _names(given) != _names(copied):
+                raise _in_another_order(module, field.name)
+            object.__setattr__(clone, field.name, _in_order_of(given, copied))
     return clone
 
 
@@ -157,6 +163,24 @@ def _in_order_of(value: Any, copy: Any) -> Any:
     if isinstance(value, (list, tuple)) and type(copy) is type(value) in (list, tuple):
         return type(value)(map(_in_order_of, value, copy))
     return copy
+
+
+def _names(value: Any) -> Any:
+    """The keys of the dicts in a field, in their order."""
+    if isinstance(value, Mapping):
+        return [(key, _names(item)) for key, item in value.items()]
+    return [*map(_names, value)] if isinstance(value, (list, tuple)) else None
+
+
+def _in_another_order(module: Module, field: str) -> errors.BlockError:
+    """The error for a ``setup`` that has run with a field in another order."""
+    name = type(module).__name__
+    return errors.BlockError(
+        f'{name}.__post_init__ reads what setup makes, in an open block.\n'
+        f'A block runs setup again, in a copy of the module, and Flax sorts the dict '
+        f'{name}.{field} in a copy: setup may give other names to its layers.\n'
+        f'Sort {field}, or read in a method what setup makes.'
+    )
 
 
 def children_of(module: Module) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
 
@@ -220,3 +221,115 @@ def test_what_is_not_set_cannot_be_deleted():
 
     for _ in range(2):  # The class has a descriptor the second time.
         assert Forgets().apply(VARIABLES).tolist() == W.tolist()
+
+
+class ReadsInPostInit(fnn.Module):
+    """Flax runs ``setup`` at once, in the constructor of a module that is bound."""
+
+    given: Any = None
+
+    def setup(self):
+        self.w = self.param('w', ones)
+        self.square = self.w**2
+        self.layers = [
+            fnn.Dense(n, name=name) for name, n in (self.given or {}).items()
+        ]
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.scope is not None:
+            self.square  # noqa: B018
+
+    def __call__(self):
+        return self.w + self.square
+
+
+class Holds(fnn.Module):
+    """Makes such a module in ``setup``, or in its method."""
+
+    in_setup: bool
+
+    def setup(self):
+        if self.in_setup:
+            self.inner = ReadsInPostInit()
+
+    @fnn.compact
+    def __call__(self):
+        return self.inner() if self.in_setup else ReadsInPostInit(name='inner')()
+
+
+class OwnBlock(fnn.Module):
+    @fnn.compact
+    def __call__(self):
+        inner = ReadsInPostInit(name='inner')
+        with nn.stop_gradient('inner/w'):
+            return inner()
+
+
+def deeper(model: Any) -> Any:
+    """Applies a model to the variables of one that stands in another."""
+    return lambda v: model.apply({'params': {'inner': v['params']}})
+
+
+def in_a_scan(variables: Any) -> Any:
+    lifted = nn.stop_gradient(ReadsInPostInit, 'w')
+
+    class Body(fnn.Module):
+        @fnn.compact
+        def __call__(self, carry, _):
+            return carry + jnp.sum(lifted(name='inner')()), None
+
+    scanned = fnn.scan(Body, variable_broadcast='params', split_rngs={}, length=3)
+    return scanned().apply({'params': {'inner': variables['params']}}, 0.0, None)[0]
+
+
+POST_INIT: dict[str, Any] = {
+    'apply': ReadsInPostInit().apply,
+    'bound': lambda v: ReadsInPostInit().bind(v)(),
+    'of setup': deeper(Holds(True)),
+    'of a method': deeper(Holds(False)),
+}
+
+
+@pytest.mark.parametrize('way', POST_INIT)
+@pytest.mark.parametrize('around', [lambda f: f, jax.jit])
+def test_a_constructor_that_reads_what_setup_makes(way, around):
+    run = POST_INIT[way]
+    plain = jax.grad(lambda v: jnp.sum(run(v)))(VARIABLES)
+
+    def loss(rule: Any) -> Any:
+        def of(variables: Any) -> Any:
+            with rule:
+                return jnp.sum(run(variables))
+
+        return around(jax.grad(of))(VARIABLES)
+
+    assert oracle.is_zero(loss(nn.stop_gradient('**/w')))
+    halved = loss(nn.scale_gradient('**/w', 0.5))
+    oracle.assert_same(halved, jax.tree.map(lambda g: g * 0.5, plain))
+    other = loss(nn.substitute(lambda path, w: 2 * w))
+    oracle.assert_same(other, {'params': {'w': 2 * (1 + 2 * 2 * W)}})
+    oracle.assert_same(loss(nn.read_only('**/w')), plain)
+
+
+def test_a_constructor_that_reads_before_a_block_and_in_wrappers():
+    assert oracle.is_zero(grads(deeper(OwnBlock())))
+    assert oracle.is_zero(grads(nn.Frozen(ReadsInPostInit()).apply))
+    assert oracle.is_zero(grads(in_a_scan))
+
+    def bound_before(variables: Any) -> Any:
+        model = ReadsInPostInit().bind(variables)
+        with nn.stop_gradient('w'):
+            stopped = model()
+        return stopped + 3 * model()
+
+    oracle.assert_same(grads(bound_before), 3 * (1 + 2 * W))
+
+
+def test_a_constructor_that_reads_and_a_field_with_an_order():
+    """A copy of the module has the names of a dict in another order."""
+    sorted_, mixed = {'a': 2, 'b': 2}, {'b': 2, 'a': 2}
+    with nn.stop_gradient('w'):
+        assert ReadsInPostInit(given=sorted_).apply(VARIABLES).shape == (2,)
+    with pytest.raises(errors.BlockError, match='given'), nn.stop_gradient('w'):
+        ReadsInPostInit(given=mixed).apply(VARIABLES)

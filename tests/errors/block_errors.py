@@ -229,6 +229,29 @@ def forgets(again: str) -> Any:
     return traced(Forgets(again), {'params': {'w': X}})
 
 
+class ReadsAtOnce(fnn.Module):
+    """Reads what ``setup`` makes where it is made."""
+
+    sizes: Any
+
+    def setup(self) -> None:
+        self.kept = 2.0 * self.param('w', ONES, (2, 2))
+        self.layers = [fnn.Dense(n, name=name) for name, n in self.sizes.items()]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scope is not None:
+            self.kept  # noqa: B018
+
+    def __call__(self, x: Any) -> Any:
+        return self.kept * x
+
+
+def at_once(**sizes: int) -> Any:
+    with nn.stop_gradient('w'):
+        return traced(ReadsAtOnce(sizes), {'params': {'w': X}})
+
+
 class OpensAfter(fnn.Module):
     """Opens a block in ``setup``, and reads in it what was computed before."""
 
@@ -450,6 +473,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a value of another type': (
         lambda: forgets('other'),
         "BlockError: self.kept | Forgets (at '') | another type of value",
+    ),
+    'a value that is read in a constructor': (
+        lambda: at_once(second=2, first=2),
+        'BlockError: ReadsAtOnce.__post_init__ | ReadsAtOnce.sizes | Sort sizes',
+        lambda: at_once(first=2, second=2),
     ),
     'a value that is read in setup': (
         lambda: traced(OpensAfter(), {'params': {'w': X}}),
