@@ -78,5 +78,5 @@ nn.clip_gradient('a', norms=1.0)  # type: ignore[call-overload]  # pyright: igno
 assert_type(filters.as_filter('a/**') & ~filters.as_filter('b'), filters.Filter)
 assert_type(sg.Path('a/b').parts, tuple[str, ...])
 testing.assert_stopped(lambda params: params, 'a', {})
-sg.grad(lambda params: params, wrf='a')  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+sg.grad(lambda params: params, wrf='a')  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 _ = sg.gradd  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -175,4 +176,4 @@ def is_cut(its: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether an array of one shape may be some rows of an array of another."""
     front = len(shape) - len(its) + 1
     rest = 0 < len(its) <= len(shape) and its[1:] == shape[front:]
-    return rest and its[0] < np.prod(shape[:front])
+    return rest and its[0] < math.prod(shape[:front])
