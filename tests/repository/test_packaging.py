@@ -157,7 +157,7 @@ def test_the_library_imports_only_what_it_requires():
 
 
 def test_importing_loads_nothing_of_the_demo():
-    code = 'import sys, flax_sg; print(*sorted(sys.modules))'
+    code = 'import sys, flax_sg.linen; print(*sorted(sys.modules))'
     loaded = run_python('-c', code).split()
     assert 'flax_sg.linen' in loaded
     assert {'sklearn', 'matplotlib', 'flax_sg.demo'} & set(loaded) == set()
@@ -165,6 +165,6 @@ def test_importing_loads_nothing_of_the_demo():
 
 def test_importing_starts_no_device():
     # Programs set JAX's flags and the number of processes after their imports.
-    code = 'import flax_sg; from jax.extend import backend as b; import jax\n'
+    code = 'import flax_sg.linen; from jax.extend import backend as b; import jax\n'
     code += 'jax.config.update("jax_num_cpu_devices", 3); print(jax.device_count())'
     assert run_python('-c', code).split() == ['3']
