@@ -217,7 +217,7 @@ class Language(linen.Module):
         return embed.attend(x)
 
 
-@pytest.mark.parametrize('state', ['update', 'hold', 'eval'])
+@pytest.mark.parametrize('state', ['hold', 'update', 'eval'])
 @pytest.mark.parametrize('where', [True, 'att/**'])
 def test_a_frozen_language_model_generates(state: str, where: Any) -> None:
     """A cache is no statistic: it is written as without the wrapper."""
