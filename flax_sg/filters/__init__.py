@@ -19,6 +19,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
+from flax_sg.filters.conditions import condition, is_condition
 from flax_sg.filters.expressions import And as And
 from flax_sg.filters.expressions import Constant as Constant
 from flax_sg.filters.expressions import Filter, Or
@@ -31,6 +32,7 @@ from flax_sg.filters.indices import Part as Part
 from flax_sg.filters.indices import Unclear as Unclear
 from flax_sg.filters.indices import merged as merged
 from flax_sg.filters.indices import part_of as part_of
+from flax_sg.filters.indices import within as within
 from flax_sg.filters.names import BoolTree, Collection, is_bool
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
@@ -94,8 +96,8 @@ def as_filter(where: Where) -> Filter:
         return _glob(str.__str__(where))  # Of an enum too, the text alone.
     if isinstance(where, re.Pattern):
         return Regex(where)
-    if isinstance(where, (bool, np.bool_)):
-        return Constant(bool(where))
+    if is_condition(where):
+        return condition(where)
     fn = innermost(where)
     if callable(where) and isinstance(fn, types.FunctionType):
         return Predicate(where)
@@ -119,7 +121,7 @@ def as_filter(where: Where) -> Filter:
 
 
 def _any_of(several: Sequence[Any] | Set[Any]) -> Filter:
-    if any(isinstance(where, (bool, np.bool_)) for where in several):
+    if any(map(is_condition, several)):
         raise errors.FilterTypeError(
             f'{brief(several)} holds bools beside other filters.\n'
             'A sequence of bools alone is a tree of bools, in the shape of the '

@@ -26,8 +26,9 @@ Answers: TypeAlias = 'Mapping[Filter, Any]'
 # What an answer may depend on, beside the path: 'code' of the user, which may answer
 # otherwise next time; a 'part' of the array may be meant, and if it is 'unclear', no
 # analysis tells which; a 'mask' tells which elements, and may be another one next time;
-# 'names' of all variables, since it is judged by each of them.
-Need: TypeAlias = Literal['code', 'part', 'unclear', 'mask', 'names']
+# it may be one traced bool for all of them, a 'condition'; 'names' of all variables,
+# since it is judged by each of them.
+Need: TypeAlias = Literal['code', 'part', 'unclear', 'mask', 'condition', 'names']
 
 
 class Filter(ToldByHash, abc.ABC):
@@ -112,7 +113,7 @@ class Filter(ToldByHash, abc.ABC):
         paths = [Path.of('params', names, array=array) for array in arrays]
         said = [decide(self, path) for path in paths]
         if said[0] not in (True, False) or said.count(said[0]) < len(said):
-            raise of_a_part(paths[0], 'an NNX filter')
+            raise of_a_part(paths[0], 'an NNX filter', said[0])
         return said[0]
 
     @functools.cached_property
@@ -242,6 +243,11 @@ class Constant(Filter):
     """Selects every variable, or none. It may select nothing without an error."""
 
     value: bool
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether it selects nothing: the condition of a filter may be False."""
+        return not self.value
 
     def evaluate(self, answers: Answers) -> bool:
         """The constant."""
@@ -415,8 +421,16 @@ def takes(atom: Atom, path: Path) -> Any:
     return atom.matches(path.variable)
 
 
-def of_a_part(path: Path, what: str) -> errors.PartError:
-    """The error for a filter that means a part of what cannot be split."""
+def of_a_part(path: Path, what: str, said: Any) -> errors.PartError:
+    """The error for a filter that means a part of what cannot be split.
+
+    Args:
+        path: where it is.
+        what: what asks the filter.
+        said: what the filter says.
+    """
+    if getattr(said, 'is_conditional', False):
+        return said.traced(path)
     return errors.PartError(
         f'The filter means a part of {str(path)!r}, and {what} takes whole leaves.\n'
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.'

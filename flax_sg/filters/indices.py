@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -61,9 +62,8 @@ class Mask(Filter):
     """The elements at which an array of bools is True, in a variable of its shape.
 
     Attributes:
-        array: the array: of numpy, or a tracer, which may be one bool for all elements.
-            An optimizer keeps a full state for the variable, since the next step may
-            have another mask.
+        array: the array, of numpy or traced. An optimizer keeps a full state for the
+            variable, since the next step may have another mask.
     """
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'part', 'mask'})
@@ -146,6 +146,11 @@ class Part:
         """Whether a mask tells the elements, and the next one may tell others."""
         return 'mask' in self.elements.needs
 
+    @property
+    def is_conditional(self) -> bool:
+        """Whether a traced condition tells the elements: all of them, or none."""
+        return 'condition' in self.elements.needs
+
     def mask(self, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
         """Which elements of an array are meant, if it is known here.
 
@@ -161,21 +166,33 @@ class Part:
             PartError: if an index or a mask does not fit the array, an index takes
                 nothing of it, or a mask is traced.
         """
-        mask = self.any_mask(shape, path)
-        if isinstance(mask, tracing.Tracer):
-            raise errors.PartError(
-                f'Which elements of {path!r} are meant is known when the program runs: '
-                'the mask is traced.\n'
-                'Blocks, sg.stop_gradient, wrt= and the update of sg.freeze take such '
-                'a mask. Here give its values: numpy.asarray(mask), outside of jax.jit.'
+        if [*_traced_in(self.elements)]:
+            raise self.traced(path)
+        return self.any_mask(shape, path)
+
+    def traced(self, path: str) -> errors.PartError:
+        """The error where values of masks are needed, and one is traced."""
+        if self.is_conditional:
+            return errors.PartError(
+                f'Whether {path!r} is meant is known when the program runs: the '
+                'condition is traced.\n'
+                'Blocks, sg.stop_gradient, wrt=, sg.mask and the update of sg.freeze '
+                'take such a condition. Here give its value: bool(step < k), outside '
+                'of jax.jit.'
             )
-        return mask
+        return errors.PartError(
+            f'Which elements of {path!r} are meant is known when the program runs: '
+            'the mask is traced.\n'
+            'Blocks, sg.stop_gradient, wrt=, sg.mask and the update of sg.freeze take '
+            'such a mask. Here give its values: numpy.asarray(mask), outside of '
+            'jax.jit.'
+        )
 
     def any_mask(self, shape: tuple[int, ...], path: str) -> Any:
         """As ``mask``; a tracer if a mask is one."""
         elements = self.elements
         if isinstance(elements, Mask):
-            if elements.array.shape == ():  # A bool that is traced.
+            if elements.array.shape == ():  # A traced condition.
                 return elements.array.reshape((1,) * len(shape))
             assert elements.array.shape == shape, (path, shape)  # See ``BoolTree``.
             return elements.array
@@ -229,11 +246,39 @@ def merged(
     """
     if meant is others or not isinstance(said, Part):
         return meant
-    mask = said.any_mask(jnp.shape(others) if shape is None else shape, path)
-    if isinstance(mask, tracing.Tracer):
-        with _where_known(mask):
-            return jnp.where(jnp.broadcast_to(mask, jnp.shape(others)), meant, others)
-    return jnp.where(np.broadcast_to(mask, jnp.shape(others)), meant, others)
+    like = jnp.shape(others)
+    with contextlib.ExitStack() as stack:
+        # Masks may be computed in several functions, one inside of the other.
+        for array in _traced_in(said.elements):
+            stack.enter_context(_where_known(array))
+        mask = said.any_mask(like if shape is None else shape, path)
+        is_known = isinstance(mask, np.ndarray)
+        mask = (np if is_known else jnp).broadcast_to(mask, like)
+        return jnp.where(mask, meant, others)
+
+
+def within(said: bool | Part, leaf: Any, path: str) -> Any:
+    """An array whose gradient ends at what a filter means of it.
+
+    A rule for gradients may make something of zeros, too. Of the cotangent that it
+    returns, the elements that are not meant would be added to those beside the rule.
+
+    Args:
+        said: what the filter says of the array.
+        leaf: the array.
+        path: where it is, for an error.
+    """
+    if not isinstance(said, Part):
+        return leaf
+    return merged(said, leaf, jax.lax.stop_gradient(leaf), path)
+
+
+def _traced_in(elements: Filter) -> Iterator[Any]:
+    """Yields the traced masks and conditions in an expression."""
+    if isinstance(elements, Mask) and isinstance(elements.array, tracing.Tracer):
+        yield elements.array
+    for part in elements.parts:
+        yield from _traced_in(part)
 
 
 def _where_known(mask: Any) -> contextlib.AbstractContextManager[Any]:

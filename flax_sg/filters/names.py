@@ -14,6 +14,7 @@ from flax import traverse_util
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
+from flax_sg.filters.conditions import Condition
 from flax_sg.filters.expressions import Atom, Need
 from flax_sg.filters.hints import nearest
 from flax_sg.filters.indices import Mask, Part
@@ -29,7 +30,8 @@ class BoolTree(Atom):
     module that opened the block is not in the tree, and is not meant. Leaves in one box
     (``nn.Partitioned``) share its path, and therefore have to agree.
 
-    In place of a bool, an array of bools in the shape of the variable marks elements.
+    In place of a bool, an array of bools in the shape of the variable marks elements. A
+    bool may be traced: it is a condition, for all variables below it.
 
     >>> from flax_sg import Path
     >>> from flax_sg.filters import BoolTree
@@ -129,7 +131,10 @@ class BoolTree(Atom):
         return no_variables('A tree of bools', missing, every) if missing else None
 
     def __repr__(self) -> str:
-        return f'BoolTree({traverse_util.unflatten_dict(self.bools)!r})'
+        # A tree that is one array has no names.
+        alone = self.bools.get(())
+        tree = traverse_util.unflatten_dict(self.bools) if alone is None else alone
+        return f'BoolTree({tree!r})'
 
 
 def is_bool(leaf: Any) -> bool:
@@ -142,7 +147,7 @@ def is_bool(leaf: Any) -> bool:
 def _said(leaf: Any) -> bool | Part:
     """What a bool, or an array of bools, says of a variable."""
     if isinstance(leaf, tracing.Tracer):
-        return Part(Mask(leaf))
+        return Part(Mask(leaf) if leaf.ndim else Condition(leaf))
     array = np.asarray(leaf)
     if array.all() or not array.any():
         return bool(array.any())

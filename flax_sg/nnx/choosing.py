@@ -108,7 +108,7 @@ def where(
     found = [one for one in asked if any(one.said)]
     for one in found:
         if not all(takes is True for takes in one.said):
-            raise of_a_part(one.paths[0], 'an NNX filter')
+            raise of_a_part(one.paths[0], 'an NNX filter', one.said[0])
     selected = frozenset(('params', one.leaf.names) for one in found)
     known = frozenset(('params', leaf.names) for leaf in walk.leaves.values())
     side = filters.as_filter(where).side or 'trained'

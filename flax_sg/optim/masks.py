@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters
@@ -69,15 +70,16 @@ def mask(
 
     Returns:
         The tree with a bool at each leaf, and at each ``NonDifferentiable``. Of an
-        array of which the filter means a part: an array of bools in its shape, which
-        ``optax.masked`` does not take, and ``sg.freeze`` does. A mask is a filter, too.
+        array of which the filter means a part: an array of bools in its shape; of a
+        condition that is traced: one traced bool. ``optax.masked`` takes neither, and
+        ``sg.freeze`` does. A mask is a filter, too.
 
     Raises:
         ArgumentValueError: unless either ``trained`` or ``frozen`` is given.
         UnusedFilterError: if a part of the filter matches no leaf.
         FilterTypeError: if the filter is known to name the other side.
         ArgumentTypeError: if what ``trained`` matches has no gradient.
-        PartError: if a part that the filter means does not fit its array, or is traced.
+        PartError: if a part that the filter means does not fit its array.
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
     if where or is_absent(trained) == is_absent(frozen):
@@ -107,7 +109,12 @@ def _bools(takes: Any, leaf: Any, path: str) -> Any:
     if not isinstance(takes, filters.Part):
         return takes
     shape = np.shape(leaf)
-    return np.array(np.broadcast_to(takes.mask(shape, path), shape))
+    mask = takes.any_mask(shape, path)
+    if takes.is_conditional and mask.size == 1:
+        return mask.reshape(())
+    if isinstance(mask, np.ndarray):
+        return np.array(np.broadcast_to(mask, shape))
+    return jnp.broadcast_to(mask, shape)
 
 
 def labels(

@@ -232,7 +232,7 @@ def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
     """What a filter says of leaves that cannot be split; raises if it means a part."""
     for takes, path in zip(said, paths, strict=True):
         if isinstance(takes, filters.Part):
-            raise of_a_part(path, what)
+            raise of_a_part(path, what, takes)
     return list(said)
 
 

@@ -1,0 +1,504 @@
+"""Filters with a condition, which may be traced: as ``jnp.where`` by hand."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+import flax_sg as sg
+from flax_sg import errors, filters
+from flax_sg import linen as nn
+from flax_sg.filters import as_filter
+from tests.helpers import extents, oracle
+from tests.helpers.turns import in_turn
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+
+class Cell(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return linen.tanh(linen.Dense(3, name='dense')(x)), None
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.tanh(linen.Dense(3, name='one')(x))
+        x = nn.jit(linen.Dense)(3, name='two')(x)
+        cells = linen.scan(linen.remat(Cell), length=2, **oracle.STACKED)
+        x, _ = cells(name='cells')(x, None)
+        return linen.Dense(2, name='head')(x)
+
+
+PARAMS = Net().init(jax.random.key(0), X)['params']
+# What the glob below means.
+NAMED = oracle.below('two', 'cells')
+GLOB = '{two,cells}/**'
+
+
+def loss(params: Any) -> Any:
+    return jnp.sum(Net().apply({'params': params}, X) ** 2)
+
+
+def where(params: Any, mask: Callable[[str], Any]) -> Any:
+    """The parameters, each stopped where its mask is True."""
+
+    def stop(keys: Any, w: Any) -> Any:
+        flag = mask(oracle.names_of(keys))
+        return w if flag is False else jnp.where(flag, jax.lax.stop_gradient(w), w)
+
+    return jax.tree_util.tree_map_with_path(stop, params)
+
+
+def by_hand(params: Any, flag: Any) -> Any:
+    return loss(where(params, lambda path: NAMED(path) and flag))
+
+
+def in_block(params: Any, flag: Any) -> Any:
+    with nn.stop_gradient(as_filter(GLOB) & flag):
+        return loss(params)
+
+
+def of_tree(params: Any, flag: Any) -> Any:
+    return loss(sg.stop_gradient(params, flag & as_filter(GLOB)))
+
+
+def flags_of_modules(params: Any, flag: Any) -> Any:
+    flags = {'one': False, 'two': flag, 'cells': {'dense': flag}, 'head': np.False_}
+    with nn.stop_gradient(flags):
+        return loss(params)
+
+
+jitted_loss = jax.jit(loss)
+
+
+def around_jit(params: Any, flag: Any) -> Any:
+    with nn.stop_gradient(as_filter(GLOB) & flag):
+        return jitted_loss(params)
+
+
+def frozen(params: Any, flag: Any) -> Any:
+    return jnp.sum(
+        nn.Frozen(Net(), as_filter(GLOB) & flag).apply({'params': params}, X) ** 2
+    )
+
+
+WAYS = {
+    fn.__name__: fn for fn in (in_block, of_tree, flags_of_modules, around_jit, frozen)
+}
+BOTH = np.array([True, False])
+
+
+def of_steps(fn: Any) -> Any:
+    """A loss in each step of a scan, the first of them with the condition."""
+
+    def run(params):
+        def body(total, step):
+            return total + fn(params, step < 1), None
+
+        return jax.lax.scan(body, 0.0, jnp.arange(3))[0]
+
+    return jax.grad(run)(PARAMS)
+
+
+TRACED: dict[str, Callable[[Any], Any]] = {
+    'jit': lambda fn: [jax.jit(jax.grad(fn))(PARAMS, flag) for flag in BOTH],
+    'grad of jit': lambda fn: [jax.grad(jax.jit(fn))(PARAMS, flag) for flag in BOTH],
+    'parameters from outside': lambda fn: jax.grad(
+        lambda p: jax.jit(lambda flag: fn(p, flag))(True)
+    )(PARAMS),
+    'scan': of_steps,
+    'vmap': lambda fn: jax.vmap(jax.grad(fn), (None, 0))(PARAMS, BOTH),
+    'vmap of all': lambda fn: jax.vmap(jax.grad(fn))(
+        jax.tree.map(lambda w: jnp.stack([w, 2 * w]), PARAMS), BOTH
+    ),
+    'checkpoint': lambda fn: jax.jit(jax.grad(jax.checkpoint(fn)))(PARAMS, True),
+    'of the parameters': lambda fn: jax.jit(
+        jax.grad(lambda p: fn(p, p['head']['bias'].sum() < 1.0))
+    )(PARAMS),
+    'second order': lambda fn: jax.jit(
+        jax.grad(lambda p, flag: jnp.vdot(*[jax.grad(fn)(p, flag)['one']['bias']] * 2))
+    )(PARAMS, True),
+    'jvp': lambda fn: jax.jit(
+        lambda p, flag: jax.jvp(lambda p: fn(p, flag), (p,), (p,))
+    )(PARAMS, True),
+}
+
+
+@functools.cache
+def traced_by_hand(how: str) -> Any:
+    return TRACED[how](by_hand)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(('how', 'name'), in_turn(TRACED, WAYS, times=2))
+def test_a_traced_condition(how, name):
+    oracle.assert_same(TRACED[how](WAYS[name]), traced_by_hand(how))
+
+
+@pytest.mark.parametrize('extent', extents.OF_STOPS)
+def test_every_extent(extent):
+    def ours(params, flag):
+        rewrite = nn.stop_gradient(as_filter(GLOB) & flag)
+        y = extents.OF_STOPS[extent](rewrite, Net(), {'params': params}, X)
+        return jnp.sum(y**2)
+
+    step = jax.jit(jax.value_and_grad(ours))
+    for flag in True, False:
+        expected = jax.jit(jax.value_and_grad(by_hand))(PARAMS, flag)
+        oracle.assert_same(step(PARAMS, flag), expected)
+    assert step._cache_size() == 1
+
+
+# How a condition is written: the filter, and what it means if the condition holds, and
+# if it does not.
+TWO, ALL, NONE = oracle.below('two'), lambda _: True, lambda _: False
+WRITTEN: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
+    'alone': (lambda flag: flag, ALL, NONE),
+    'and': (lambda flag: as_filter('two/**') & flag, TWO, NONE),
+    'and, reflected': (lambda flag: flag & as_filter('two/**'), TWO, NONE),
+    'or': (lambda flag: as_filter('two/**') | flag, ALL, TWO),
+    'or, reflected': (lambda flag: flag | as_filter('two/**'), ALL, TWO),
+    'not': (
+        lambda flag: ~(as_filter('two/**') & flag),
+        lambda path: not TWO(path),
+        ALL,
+    ),
+    'not, alone': (lambda flag: ~as_filter(flag), NONE, ALL),
+    'a function': (
+        lambda flag: as_filter(lambda path: path.startswith('two')) & flag,
+        TWO,
+        NONE,
+    ),
+    'of two': (
+        lambda flag: as_filter('two/**') & flag | as_filter('one/**') & ~flag,
+        TWO,
+        oracle.below('one'),
+    ),
+}
+GIVEN: dict[str, Callable[[bool], Any]] = {
+    'bool': bool,
+    'numpy': np.bool_,
+    'array of numpy': np.array,
+    'array': jnp.array,
+}
+
+
+@pytest.mark.parametrize('written', WRITTEN)
+def test_as_it_is_written(written):
+    make, if_true, if_false = WRITTEN[written]
+
+    def ours(params, flag):
+        with nn.stop_gradient(make(flag)):
+            return loss(params)
+
+    def hand(params, flag):
+        return loss(
+            where(params, lambda path: jnp.where(flag, if_true(path), if_false(path)))
+        )
+
+    for flag in True, False:
+        expected = jax.jit(jax.grad(hand))(PARAMS, flag)
+        oracle.assert_same(jax.jit(jax.grad(ours))(PARAMS, flag), expected)
+
+
+@pytest.mark.parametrize(
+    ('written', 'given'), in_turn(WRITTEN, GIVEN, times=2) + in_turn(GIVEN, ['alone'])
+)
+def test_a_condition_that_is_known_is_a_constant(written, given):
+    if written in GIVEN:
+        written, given = given, written
+    make, if_true, if_false = WRITTEN[written]
+    for flag in True, False:
+        if given == 'bool' and written in ('of two',):
+            given = 'numpy'  # ``~True`` is -2.
+        filter_ = as_filter(make(GIVEN[given](flag)))
+        takes = if_true if flag else if_false
+        paths = [sg.Path(path) for path in oracle.by_path(PARAMS)]
+        assert [filter_(path) for path in paths] == [takes(path) for path in paths]
+        # No condition of a filter is a mistake because it does not hold.
+        with nn.stop_gradient(filter_):
+            loss(PARAMS)
+
+
+def test_names_are_checked_as_without_the_condition():
+    def run(flag):
+        with nn.stop_gradient(as_filter('twoo/**') & flag):
+            return loss(PARAMS)
+
+    for call in run, jax.jit(run):
+        for flag in np.array(True), np.array(False):
+            with pytest.raises(errors.UnusedFilterError, match=r"mean 'two/\*\*'"):
+                call(flag)
+    with pytest.raises(errors.UnusedFilterError, match='in all of them'):
+        sg.partition(PARAMS, as_filter('two/**') & 'one/**' & True)
+
+
+def test_flags_in_a_tree_are_checked():
+    flags = {name: False for name in PARAMS}
+    with pytest.raises(errors.UnusedFilterError, match=r"'twoo', which is no variable"):
+        jax.jit(lambda flag: sg.stop_gradient(PARAMS, {**flags, 'twoo': flag}))(True)
+
+
+# Gradient calls, masks, parts.
+
+
+@pytest.mark.parametrize('written', WRITTEN)
+def test_the_gradient_call(written):
+    make, if_true, if_false = WRITTEN[written]
+
+    def ours(params, flag):
+        return sg.grad(loss, wrt=make(flag), absent='zeros')(params)
+
+    def hand(params, flag):
+        def takes(path):
+            return jnp.where(flag, if_true(path), if_false(path))
+
+        return jax.grad(lambda p: loss(where(p, lambda path: ~takes(path))))(params)
+
+    for flag in True, False:
+        expected = jax.jit(hand)(PARAMS, flag)
+        oracle.assert_same(jax.jit(ours)(PARAMS, flag), expected)
+
+
+def test_rows_with_a_condition():
+    kernel = sg.at('one/kernel', np.s_[1:])
+
+    def ours(params, flag):
+        with nn.stop_gradient(kernel & flag | as_filter('head/*') & ~flag):
+            return loss(params)
+
+    def hand(params, flag):
+        w = params['one']['kernel']
+        some = jnp.where((jnp.arange(3) > 0)[:, None], jax.lax.stop_gradient(w), w)
+        other = jax.lax.stop_gradient(params['head'])
+        params = {
+            **params,
+            'one': {**params['one'], 'kernel': jnp.where(flag, some, w)},
+            'head': jax.tree.map(
+                lambda s, w: jnp.where(flag, w, s), other, params['head']
+            ),
+        }
+        return loss(params)
+
+    for flag in True, False:
+        expected = jax.jit(jax.grad(hand))(PARAMS, flag)
+        oracle.assert_same(jax.jit(jax.grad(ours))(PARAMS, flag), expected)
+
+
+def test_a_mask_has_the_condition_at_each_leaf():
+    rows = sg.at('one/kernel', 0)
+
+    @jax.jit
+    def masks(flag):
+        trained = sg.mask(PARAMS, trained=as_filter(GLOB) & flag | rows & flag)
+        frozen = sg.mask(PARAMS, frozen=as_filter(GLOB) & flag | rows & flag)
+        return trained, frozen
+
+    for flag in True, False:
+        trained, frozen = masks(flag)
+        by_path = oracle.by_path(trained)
+        kernel = by_path.pop('one/kernel')
+        assert kernel.tolist() == [[flag] * 3, [False] * 3, [False] * 3]
+        found = {path: bool(x) for path, x in by_path.items()}
+        assert found == {path: flag and NAMED(path) for path in found}
+        assert trained['two']['bias'].shape == ()
+        oracle.assert_same(frozen, trained)
+    # A mask is a filter again.
+    again = jax.jit(jax.grad(by_a_mask))(PARAMS, True)
+    oracle.assert_same(again, jax.jit(jax.grad(by_hand))(PARAMS, True))
+
+
+def by_a_mask(params: Any, flag: Any) -> Any:
+    mask = sg.mask(params, frozen=as_filter(GLOB) & flag)
+    return loss(sg.stop_gradient(params, mask))
+
+
+def test_whole_leaves_alone():
+    def use(call: Any) -> str:
+        with pytest.raises(errors.PartError) as caught:
+            jax.jit(lambda flag: call(as_filter(GLOB) & flag))(True)
+        return str(caught.value)
+
+    assert 'the condition is traced' in use(lambda f: sg.partition(PARAMS, f))
+    assert 'the condition is traced' in use(
+        lambda f: sg.labels(PARAMS, {'a': f, 'b': ~f})
+    )
+
+
+# Other rules.
+RULES: dict[str, Any] = {
+    'scale': (lambda w: nn.scale_gradient(w, 0.5), lambda g: 0.5 * g),
+    'replace': (lambda w: nn.replace_cotangent(w, 3.0), lambda g: jnp.full_like(g, 3)),
+    'map': (lambda w: nn.map_cotangent(w, lambda _, g: g + 1.0), lambda g: g + 1.0),
+}
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_rules_for_gradients(rule):
+    make, change = RULES[rule]
+
+    def ours(params, flag):
+        with make(as_filter('one/*') & flag):
+            return loss(params)
+
+    for flag in True, False:
+        expected = jax.jit(jax.grad(loss))(PARAMS)
+        if flag:
+            expected['one'] = jax.tree.map(change, expected['one'])
+        oracle.assert_same(jax.jit(jax.grad(ours))(PARAMS, flag), expected)
+
+
+def test_other_values_while_a_condition_holds():
+    others = {'one': jax.tree.map(lambda w: 2 * w, PARAMS['one'])}
+
+    @jax.jit
+    def ours(params, flag):
+        with nn.substitute(others, where=as_filter('one/*') & flag):
+            return loss(params)
+
+    for flag, own in (True, others), (False, {}):
+        oracle.assert_same(ours(PARAMS, flag), jax.jit(loss)({**PARAMS, **own}))
+
+
+# Caches.
+
+
+def test_a_jitted_closure_finds_no_condition_of_another_trace():
+    def ours(params, flag):
+        closure = jitted_of(params)
+        with nn.stop_gradient(as_filter('two/*') & flag):
+            first = closure()
+        with nn.stop_gradient(as_filter('two/*') & ~flag):
+            return first - 2 * closure()
+
+    def jitted_of(params):
+        return jax.jit(lambda: loss(params))
+
+    def hand(params, flag):
+        first = where(params, lambda path: flag & TWO(path))
+        second = where(params, lambda path: ~flag & TWO(path))
+        return loss(first) - 2 * loss(second)
+
+    for flag in True, False, True:
+        expected = jax.jit(jax.grad(hand))(PARAMS, flag)
+        oracle.assert_same(jax.jit(jax.grad(ours))(PARAMS, flag), expected)
+
+
+def test_no_tracer_is_kept():
+    with jax.checking_leaks():
+        # JAX itself keeps what a jitted function reads of a trace around it.
+        for name in WAYS.keys() - {'around_jit'}:
+            jax.jit(jax.grad(WAYS[name]))(PARAMS, True)
+
+
+def test_one_program_for_all_steps():
+    @jax.jit
+    def step(params, n):
+        return jax.grad(in_block)(params, n < 2)
+
+    for n in range(4):
+        oracle.assert_same(
+            step(PARAMS, n), jax.jit(jax.grad(by_hand))(PARAMS, jnp.array(n < 2))
+        )
+    assert step._cache_size() == 1
+
+
+def test_a_function_still_may_not_hold_a_tracer():
+    @jax.jit
+    def run(flag):
+        return as_filter(lambda path: flag and path.startswith('two'))
+
+    with pytest.raises(errors.FilterTypeError, match=r'& \(step < k\)'):
+        run(True)
+
+
+# In modules.
+
+
+class Owner(linen.Module):
+    """Freezes a part of itself while a condition holds that it is called with."""
+
+    how: str
+
+    @linen.compact
+    def __call__(self, x, flag):
+        head = linen.Dense(3, name='head')
+        if self.how == 'block':
+            with nn.stop_gradient(as_filter('head/*') & flag):
+                x = head(x)
+        elif self.how == 'frozen':
+            x = nn.Frozen(head, flag)(x)
+        elif self.how == 'mirror':
+            head(x)
+            x = nn.mirror(head, as_filter('kernel') & flag | as_filter('bias') & flag)(
+                x
+            )
+        elif self.how == 'class':
+            x = nn.stop_gradient(linen.Dense, flag)(3, name='lifted')(x)
+        else:
+            frozen = nn.Frozen(Cell(name='cell'), flag)
+            x, _ = frozen(x, None)
+        return linen.tanh(x)
+
+
+class Steps(linen.Module):
+    how: str
+
+    @linen.compact
+    def __call__(self, x, flag):
+        def body(owner, x, _):
+            return owner(x, flag), None
+
+        owner = Owner(self.how, name='owner')
+        x, _ = linen.scan(body, length=2, **oracle.SHARED)(owner, x, None)
+        return x
+
+
+@pytest.mark.parametrize('model', [Owner, Steps])
+@pytest.mark.parametrize('how', ['block', 'frozen', 'mirror', 'class', 'a child'])
+def test_in_a_module(how, model):
+    params = model(how).init(jax.random.key(0), X, True)['params']
+
+    def ours(params, flag):
+        return jnp.sum(model(how).apply({'params': params}, X, flag) ** 2)
+
+    def hand(params, flag):
+        return ours(where(params, lambda _: flag), False)
+
+    for flag in True, False:
+        expected = jax.jit(jax.value_and_grad(hand))(params, flag)
+        oracle.assert_same(jax.jit(jax.value_and_grad(ours))(params, flag), expected)
+
+
+def test_in_the_body_of_a_scan_of_layers():
+    class Layer(linen.Module):
+        frozen: Any
+
+        @linen.compact
+        def __call__(self, x, flag):
+            return nn.Frozen(linen.Dense(3, name='dense'), flag)(x), None
+
+    def ours(params, flags):
+        layers = linen.scan(Layer, length=3, in_axes=0, **oracle.STACKED)(None)
+        return jnp.sum(layers.apply({'params': params}, X, flags)[0] ** 2)
+
+    flags = jnp.array([True, False, True])
+    layers = linen.scan(Layer, length=3, in_axes=0, **oracle.STACKED)(None)
+    params = layers.init(jax.random.key(0), X, flags)['params']
+
+    def hand(params, flags):
+        def stop(w):
+            mask = flags.reshape(3, *[1] * (w.ndim - 1))
+            return jnp.where(mask, jax.lax.stop_gradient(w), w)
+
+        return ours(jax.tree.map(stop, params), jnp.zeros(3, bool))
+
+    expected = jax.jit(jax.value_and_grad(hand))(params, flags)
+    oracle.assert_same(jax.jit(jax.value_and_grad(ours))(params, flags), expected)
