@@ -270,8 +270,11 @@ def _applied(block: Block, answered: Answer, leaf: Any) -> Any:
     if isinstance(leaf, tracing.Tracer):
         # Reports of gradient flow read the block off the equation of a stop.
         named = jax.named_scope(f'{BLOCK}{block.rewrite!r} at {block.place}')
+    given = leaf
+    if block.rewrite.rule.acts_on == 'cotangents':
+        given = filters.within(said, leaf, path)
     with named:
-        new = block.rewrite.rule(path, leaf)
+        new = block.rewrite.rule(path, given)
     return filters.merged(said, new, leaf, path)
 
 
@@ -313,15 +316,19 @@ def _rewritten_together(block: Block, root: Root) -> _Joint:
             for leaf_key, take, leaf in zip(keys, took, shown, strict=True):
                 if take and is_differentiable(leaf):
                     chosen.setdefault(leaf_key, []).append(leaf)
-    selected = [(path_of(block, key), chosen[key]) for key in chosen]
+    rows = [(answer(block, root, key), chosen[key]) for key in chosen]
     with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):
-        together = block.rewrite.rule.together(selected)
+        together = block.rewrite.rule.together(
+            [
+                (path, [filters.within(said, old, path) for old in olds])
+                for (path, said), olds in rows
+            ]
+        )
         return {
-            (key, id(old)): (
-                old,
-                filters.merged(selects(block, root, key), new, old, path),
+            (key, id(old)): (old, filters.merged(said, new, old, path))
+            for key, ((path, said), olds), news in zip(
+                chosen, rows, together, strict=True
             )
-            for key, (path, olds), news in zip(chosen, selected, together, strict=True)
             for old, new in zip(olds, news, strict=True)
         }
 

@@ -95,7 +95,11 @@ def rewritten(
             continue
         if rule.acts_on != 'cotangents' or cotangents.has_to_act(rewrite, path, leaf):
             together.setdefault((path.collection, path), []).append(i)
-    given = [(path, [values[i] for i in of]) for (_, path), of in together.items()]
+    acts = rule.acts_on == 'cotangents'
+    given = [
+        (path, [filters.within(acts and rows[i][1], values[i], path) for i in of])
+        for (_, path), of in together.items()
+    ]
     for of, new in zip(together.values(), rule.together(given), strict=True):
         for i, leaf in zip(of, new, strict=True):
             path, said, _ = rows[i]
