@@ -67,6 +67,21 @@ def as_filter(where: Where) -> Filter:
     >>> as_filter(['gln_*/**', 'dec/**']) & ~as_filter('**/bias')
     (Glob('gln_*/**') | Glob('dec/**')) & ~Glob('**/bias')
 
+    A filter may hold while a *condition* does. Its bool may be traced, so one compiled
+    program serves all steps. Its gradient is a ``jnp.where`` of the condition:
+
+    >>> import jax, flax_sg as sg
+    >>> @jax.jit
+    ... def gradients(params, step):
+    ...     def loss(params):
+    ...         frozen = as_filter('last/**') & (step < 2)
+    ...         params = sg.stop_gradient(params, frozen)
+    ...         return params['last']['w'] * params['body']['w']
+    ...     return jax.grad(loss)(params)
+    >>> params = {'body': {'w': 2.0}, 'last': {'w': 3.0}}
+    >>> [float(gradients(params, step)['last']['w']) for step in range(4)]
+    [0.0, 0.0, 2.0, 2.0]
+
     Args:
         where: one of
 
@@ -76,7 +91,8 @@ def as_filter(where: Where) -> Filter:
             * a ``sg.Path``: the variables at this path, in any collection;
             * a ``re.Pattern`` that has to match the whole path;
             * a function of the path that returns a bool;
-            * True or False: every variable, or none;
+            * True or False, also as an array: every variable, or none. A traced bool is
+              a condition, see below;
             * a tree of bools, nested as the variables are: dicts,
               lists, named tuples or any other pytree, as ``sg.mask`` returns it; an
               array of bools in the shape of a variable marks its elements;

@@ -28,7 +28,7 @@ class Condition(Mask):
             tracer is another filter.
     """
 
-    own_needs: ClassVar[frozenset[Need]] = Mask.own_needs | {'condition'}
+    own_needs: ClassVar[frozenset[Need]] = frozenset({'part', 'mask', 'condition'})
 
     def __repr__(self) -> str:
         return '<a traced condition>'

@@ -422,13 +422,7 @@ def takes(atom: Atom, path: Path) -> Any:
 
 
 def of_a_part(path: Path, what: str, said: Any) -> errors.PartError:
-    """The error for a filter that means a part of what cannot be split.
-
-    Args:
-        path: where it is.
-        what: what asks the filter.
-        said: what the filter says.
-    """
+    """The error for a filter that means a part, or a condition, of a whole leaf."""
     if getattr(said, 'is_conditional', False):
         return said.traced(path)
     return errors.PartError(

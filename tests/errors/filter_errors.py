@@ -158,7 +158,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a predicate that reads a tracer': (
         lambda: jax.jit(decided)(True),
-        "FilterTypeError: filter_errors.py:LINE | 'flag' | 'encoder' | jax.jit",
+        "FilterTypeError: filter_errors.py:LINE | 'flag' | 'encoder' | "
+        'filters.as_filter(where) | jax.jit',
         lambda: jax.jit(decided, static_argnames='flag')(flag=True),
     ),
     'a predicate that finds a tracer': (
@@ -206,6 +207,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: jax.jit(elements)({'w': np.array([True, False])}),
         "PartError: 'w' | sg.stop_gradient",
         lambda: elements({'w': np.asarray(jnp.array([True, False]))}),
+    ),
+    'a condition without a value': (
+        lambda: jax.jit(lambda flag: split(a & flag))(True),
+        "PartError: 'head/w' | sg.stop_gradient",
+        lambda: split(a & bool(jnp.array(True))),
     ),
     'no answer for an array': (
         lambda: split(sg.arrays(lambda a: a.ndim)),

@@ -11,7 +11,7 @@ import pytest
 from flax import linen
 
 import flax_sg as sg
-from flax_sg import errors, filters
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
 from tests.helpers import extents, oracle

@@ -328,6 +328,10 @@ def test_masks_for_other_libraries():
     assert rows.tolist() == [[True, True], [False, False]]
 
 
+def test_a_mask_of_a_traced_mask():
+    oracle.assert_same(jax.jit(lambda m: sg.mask(PARAMS, trained=m))(FULL), FULL)
+
+
 def test_a_tree_of_one_array_and_a_list():
     w = jnp.array([1.0, 2.0, 3.0])
     grads = jax.grad(lambda w: jnp.sum(sg.stop_gradient(w, w > 1.5) ** 2))(w)
@@ -369,7 +373,6 @@ def test_as_values():
 def test_where_a_traced_mask_has_no_values():
     for use in (
         lambda mask: sg.partition(PARAMS, mask),
-        lambda mask: sg.mask(PARAMS, trained=mask),
         lambda mask: testing.assert_flows(
             functools.partial(in_block, mask=mask), mask, PARAMS
         ),
