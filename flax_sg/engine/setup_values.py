@@ -79,7 +79,8 @@ def _keep(module: Any) -> None:
             continue
         found = inspect.getattr_static(cls, name, None)
         if not hasattr(type(found), '__set__'):  # Else somebody looks after it.
-            setattr(cls, name, Kept(cls, name))
+            # A metaclass of the user may refuse attributes, or count them.
+            type.__setattr__(cls, name, Kept(cls, name))
 
 
 def _made_in_setup(module: Any) -> Iterator[tuple[str, Any]]:

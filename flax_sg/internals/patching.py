@@ -51,11 +51,14 @@ originals: dict[str, Any] = {}
 def install(hooks: Mapping[str, Callable[..., Any]]) -> None:
     """Puts the hooks in place, once and for good.
 
-    While no block is open, a hook calls what it stands for.
+    While no block is open, a hook calls what it stands for. A second call does nothing:
+    a hook would stand for itself.
 
     Args:
         hooks: for each name in ``HOOKED`` the function to install.
     """
+    if originals:
+        return
     for key, (owner, name) in HOOKED.items():
         originals[key] = vars(owner)[name]
         # Whoever asks for a signature or the documentation gets those of Flax.

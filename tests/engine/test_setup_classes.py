@@ -223,6 +223,35 @@ def test_what_is_not_set_cannot_be_deleted():
         assert Forgets().apply(VARIABLES).tolist() == W.tolist()
 
 
+# A metaclass of the user may do something else where a class gets an attribute.
+
+
+class Complete(type(fnn.Module)):
+    refuses: bool
+
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)
+        type.__setattr__(cls, 'is_complete', True)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if not vars(cls).get('is_complete'):  # Flax gives it some.
+            super().__setattr__(name, value)
+        elif cls.refuses:
+            raise TypeError(f'{cls.__name__} is complete')
+
+
+@pytest.mark.parametrize('use', [in_a_block, around_a_block])
+@pytest.mark.parametrize('refuses', [True, False])
+def test_a_class_that_takes_no_attributes(refuses, use):
+    def make() -> Any:
+        members = {'setup': Known.setup, 'refuses': refuses}
+        return Complete('Keeps', (fnn.Module,), members)
+
+    plain = grads(lambda v: jnp.sum(read_kept(make()().bind(v))))
+    oracle.assert_same(plain, 1 + 2 * W)
+    oracle.assert_same(use(make), BY_HAND)
+
+
 class ReadsInPostInit(fnn.Module):
     """Flax runs ``setup`` at once, in the constructor of a module that is bound."""
 
