@@ -90,8 +90,9 @@ def value_and_grad(
             return watched(*given, **kwargs)
 
         both = jax.value_and_grad(fun_of_live, has_aux=has_aux, holomorphic=holomorphic)
-        value, found = both([leaf for _, leaf in split.live])
-        if judged is not None:
+        live = [leaf for _, leaf in split.live]
+        value, found = both(live)
+        if judged is not None and (fed or not unfed.is_constant(fun_of_live, live)):
             unfed.warn(describe(fun), judged, [path for path, _ in split.live], fed)
         grads = split.form(absent)(found)
         return value, grads if isinstance(argnums, Sequence) else grads[0]

@@ -489,8 +489,10 @@ def decide(
     """Whether a variable is meant; adds the atoms that take it to ``matched``."""
     # A block asks for each variable.
     if matched is None and where.atoms == (where,) and path.also is None:
-        return asks(where.atoms[0], path)
-    answers = _answers(where, path, asks)
-    if matched is not None:
-        matched.update(answers)
-    return where.evaluate(answers)
+        said = asks(where.atoms[0], path)
+    else:
+        answers = _answers(where, path, asks)
+        if matched is not None:
+            matched.update(answers)
+        said = where.evaluate(answers)
+    return said if isinstance(said, bool) else said.settled(path)

@@ -23,6 +23,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters import tokens
 from flax_sg.filters.expressions import And, Answers, Filter, Need, Not, Or
+from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
 
 
@@ -140,6 +141,20 @@ class Part:
         if isinstance(self.elements, Unclear):
             raise unclear_part(self.elements)
         return Part(~self.elements)
+
+    def settled(self, path: Path) -> bool | Part:
+        """A bool where all elements of an array are meant, or none: that is the leaf.
+
+        A mask may have other elements next time. What does not fit raises where it is
+        used.
+        """
+        if path.array is None or self.is_mask or self.is_unclear:
+            return self
+        with contextlib.suppress(errors.PartError):
+            mask = self.mask(path.array.shape, path)
+            if mask.all() or not mask.any():
+                return bool(mask.any())
+        return self
 
     @property
     def is_mask(self) -> bool:
@@ -323,8 +338,8 @@ def at(where: Any, index: Any) -> Filter:
             the block begins: outside a scan the first axis may be that of the layers.
 
     Returns:
-        A filter. Where a leaf cannot be split (``sg.labels``, ``nnx.where``) it is
-        refused.
+        A filter. If the elements are all that an array has, it means the array. Where
+        a leaf cannot be split (``sg.labels``, ``nnx.where``) it is refused.
 
     Raises:
         PartError: if ``index`` is none; later, if it does not fit an array, or takes

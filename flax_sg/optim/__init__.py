@@ -1,1 +1,1 @@
-"""What is frozen, for optimizers: masks, labels, a wrapper, a train state."""
+"""What is frozen, for optimizers: masks, labels, a transformation, its state."""

@@ -15,7 +15,10 @@ _ADVICE = (
     'this leaf is frozen, was not selected, or is in another part of the tree.\n'
     "For zeros, pass absent='zeros' to the gradient call; to join parts of a tree, "
     'write sg.combine.\n'
-    'An optimizer passes over it inside of sg.freeze(tx, where), which goes outermost.'
+    'An optimizer passes over it inside of sg.freeze(tx, where), which goes '
+    'outermost.\n'
+    'The state of such an optimizer goes on in a plain one, or in that of another '
+    'selection: sg.adopt(tx, params, state).'
 )
 
 

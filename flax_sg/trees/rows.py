@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import filters
+from flax_sg.internals import tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +58,13 @@ class Choice:
         front = np.ndim(array) - axes
         if front < 0 or np.shape(array)[front:][: len(self.sizes)] != self.sizes:
             return array
-        return array[(*[slice(None)] * front, *self.index)]
+        index = (*[slice(None)] * front, *self.index)
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.eval_shape(lambda array: array[index], array)
+        return array[index]
 
     def put(self, rows: Any, shape: tuple[int, ...], rest: Any) -> Any:
-        """An array of a shape, with a number, or another array's elements, around rows.
+        """An array of a shape, with a number around rows.
 
         >>> first = Choice(bytes([1, 0, 0]), (3,))
         >>> first.put(jnp.ones((1, 2)), (3, 2), -0.0).tolist()
@@ -117,8 +121,28 @@ class Rest:
         return cls(*children, choice)
 
     def with_part(self, part: Any) -> Any:
-        """The whole array, with the elements of the other part."""
-        return self.choice.put(part, np.shape(self.array), self.array)
+        """The whole array, with the elements of the other part.
+
+        It is an array of NumPy if both are, and where JAX has 32 bits for its 64. Of
+        two dtypes it has the one that keeps the values of both.
+        """
+        if isinstance(self.array, jax.ShapeDtypeStruct):
+            return jax.eval_shape(self._joined, self.array, part)
+        return self._joined(self.array, part)
+
+    def _joined(self, array: Any, part: Any) -> Any:
+        is_wide = array.dtype != jnp.result_type(array)
+        of_numpy = isinstance(part, (np.ndarray, np.generic))
+        if isinstance(array, np.ndarray) and (
+            of_numpy or (is_wide and not isinstance(part, tracing.Tracer))
+        ):
+            part = np.asarray(part)
+            out = array.astype(np.promote_types(array.dtype, part.dtype))
+            out[self.choice.index] = part
+            return out
+        array, part = jnp.asarray(array), jnp.asarray(part)
+        dtype = jnp.promote_types(array.dtype, part.dtype)
+        return array.astype(dtype).at[self.choice.index].set(part.astype(dtype))
 
     def __repr__(self) -> str:
         count = np.size(self.array) - int(self.choice.chosen.sum())

@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import flax_sg as sg
@@ -94,6 +95,47 @@ def test_nothing_is_said_where_something_is_trained(wrt):
 
 def test_nothing_is_said_if_that_is_meant():
     assert not told(loss, 'half_a/**', PARAMS, unused='ignore')
+
+
+OFF = {
+    'a number': lambda p: 0.0,
+    'of numpy': lambda p: np.float32(0.0),
+    'an array': lambda p: jnp.zeros(()),
+    'computed': lambda p: jnp.sum(jnp.ones(3)) * 0.5,
+    'jitted': jax.jit(lambda p: 0.0),
+    'jitted, of two results': lambda p: jax.jit(lambda p: (jnp.sum(p['w']), 1.0))(p)[1],
+    'beside what it computes': lambda p: (jnp.sum(p['w'] ** 2), jnp.zeros(()))[1],
+}
+
+
+@pytest.mark.parametrize('jitted', [False, True])
+@pytest.mark.parametrize('wrt', ['w', True])
+@pytest.mark.parametrize('name', OFF)
+def test_a_loss_that_is_switched_off_is_no_mistake_of_a_filter(name, wrt, jitted):
+    params = {'w': jnp.ones(3), 'b': jnp.ones(2)}
+    run = jax.jit if jitted else lambda fun: fun
+    grads = run(sg.grad(OFF[name], wrt=wrt))(params)
+    assert not grads['w'].any()
+    loss = lambda p: (OFF[name](p), jnp.sum(p['w']))  # noqa: E731
+    assert not run(sg.grad(loss, has_aux=True, wrt=wrt))(params)[0]['w'].any()
+
+
+NOT_OFF = {
+    'of what is stopped': lambda p: jnp.sum(jax.lax.stop_gradient(p['w'])),
+    'of others': lambda p: jnp.sum(p['b']),
+    'of the batch': lambda p: jnp.sum(X) * 2.0,
+    'of a jitted batch': jax.jit(lambda p: jnp.sum(X)),
+    'of what is stopped, jitted': jax.jit(
+        lambda p: jnp.sum(jax.lax.stop_gradient(p['w']))
+    ),
+}
+
+
+@pytest.mark.parametrize('name', NOT_OFF)
+def test_a_loss_of_something_else_is_told(name):
+    params = {'w': jnp.ones(3), 'b': jnp.ones(2)}
+    fun = lambda p: NOT_OFF[name](p)  # noqa: E731
+    assert len(told(fun, 'w', params)) == 1
 
 
 def test_the_gradient_can_be_differentiated_again():

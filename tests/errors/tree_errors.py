@@ -87,6 +87,16 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: optax.apply_updates(PARAMS, sg.grad(product, wrt='head/w')(PARAMS)),
         "AbsentLeafError: 'zeros' | sg.freeze(tx, where)",
     ),
+    'the state of what is frozen in a plain optimizer': (
+        lambda: adam.update(VECTORS, frozen.init(VECTORS), VECTORS),
+        'AbsentLeafError: ABSENT | sg.adopt(tx, params, state)',
+    ),
+    'the state of what is frozen in a chain': (
+        lambda: optax.sgd(0.1, 0.9).update(
+            VECTORS, sg.freeze(optax.sgd(0.1, 0.9), 'a').init(VECTORS), VECTORS
+        ),
+        'AbsentLeafError: ABSENT | sg.adopt(tx, params, state)',
+    ),
     'the state of another selection': (
         lambda: state_of('body/w'),
         "StructureError: 'body/w' | sg.adopt(tx, params, state, old=old_tx)",

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen
 
@@ -223,3 +224,47 @@ def test_values_in_a_box_and_numbers_without_a_gradient():
     variables = Boxed().init(jax.random.key(0))
     grads = jax.grad(Boxed().apply, allow_int=True)(variables)['params']
     assert grads['w'].value.tolist() == [0.0, 0.0, 2.0]
+
+
+ALL_ROWS: dict[str, Any] = {
+    'a slice': np.s_[:ROWS],
+    'all axes': np.s_[:, :],
+    'dots': ...,
+    'numbers': [*range(ROWS)],
+    'bools': np.ones(ROWS, bool),
+    'elements': np.ones((ROWS, WIDTH), bool),
+    'both halves': (np.s_[:2], np.s_[2:]),
+}
+
+
+@pytest.mark.parametrize('name', ALL_ROWS)
+def test_all_rows_are_the_leaf(name):
+    index = ALL_ROWS[name]
+    rows = sg.at(TABLE, index)
+    if name == 'both halves':
+        rows = sg.at(TABLE, index[0]) | sg.at(TABLE, index[1])
+    by_name = sg.filters.as_filter(TABLE)
+    both = sg.partition(PARAMS, rows)
+    oracle.assert_same(both, sg.partition(PARAMS, by_name))
+    oracle.assert_same(sg.partition(PARAMS, ~rows), both[::-1])
+    assert sg.mask(PARAMS, frozen=rows) == sg.mask(PARAMS, frozen=by_name)
+    assert sg.labels(PARAMS, {'a': rows, 'b': ~rows})['embed']['embedding'] == 'a'
+    grads = sg.grad(loss_of, wrt=~rows)(PARAMS)
+    oracle.assert_same(grads, sg.grad(loss_of, wrt=~by_name)(PARAMS))
+    assert grads['embed']['embedding'] is sg.ABSENT
+
+    def ours(params, where):
+        with nn.stop_gradient(where):
+            return loss_of(params)
+
+    programs = [
+        jax.jit(jax.grad(ours), static_argnums=1).lower(PARAMS, where).as_text()
+        for where in (rows, by_name)
+    ]
+    assert programs[0] == programs[1]
+    flow = sg.gradient_flow(lambda p: ours(p, rows), PARAMS)
+    assert flow.status_of('output', TABLE) == 'stopped'
+    states = [
+        sg.freeze(optax.adam(0.1), where).init(PARAMS) for where in (rows, by_name)
+    ]
+    oracle.assert_same(*states)

@@ -235,3 +235,51 @@ def test_gradients_for_each_example_have_rows_too():
     expected, _ = private.update(live, private.init({'head': jnp.ones(3)}))
     oracle.assert_same(updates['head'][2:], expected['head'])
     assert oracle.is_zero(updates['head'][:2])
+
+
+MEASURED = {
+    'a norm': {'norm': optax.tree.norm},
+    'an average': {'norm': optax.measure_with_ema(optax.tree.norm, 0.9)},
+    'a tree': {'all': lambda grads: jax.tree.map(jnp.abs, grads)},
+    'both': {'norm': optax.tree.norm, 'all': lambda grads: grads},
+}
+
+
+@pytest.mark.parametrize('rows', [np.s_[:2], [1, 4], np.s_[4:]])
+@pytest.mark.parametrize('name', MEASURED)
+def test_a_state_that_grows_at_the_first_update(name, rows):
+    params = {'emb': jnp.linspace(1.0, 2.0, 15).reshape(5, 3), 'w': jnp.ones(3)}
+    tx = optax.chain(optax.monitor(MEASURED[name]), optax.adam(0.1))
+    frozen, live = sg.freeze(tx, sg.at('emb', rows)), np.ones(5, bool)
+    live[rows] = False
+
+    def part(tree):
+        return {**tree, 'emb': tree['emb'][live]}
+
+    ours, state = frozen.init(params), tx.init(part(params))
+    for update in (frozen.update, *[jax.jit(frozen.update)] * 2):
+        expected, state = tx.update(part(params), state, part(params))
+        updates, ours = update(params, ours, params)
+        np.testing.assert_allclose(part(updates)['emb'], expected['emb'], rtol=1e-6)
+        assert jax.tree.structure(ours) == jax.tree.structure(state)
+        oracle.assert_same(
+            [*map(jnp.shape, jax.tree.leaves(ours))],
+            [*map(jnp.shape, jax.tree.leaves(state))],
+        )
+    # Its own errors stay its own, also when the state has grown.
+    with pytest.raises(errors.StructureError, match='has another shape'):
+        frozen.update({**params, 'emb': jnp.ones(2)}, ours, params)
+
+
+@pytest.mark.parametrize('frozen', [True, False, sg.at(True, np.s_[:1])])
+def test_a_bare_array_beside_the_value_of_the_loss(frozen):
+    params, grads = jnp.ones((3, 2)), jnp.full((3, 2), 0.5)
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    tx = sg.freeze(optax.chain(optax.sgd(0.1), plateau), frozen)
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(grads, state, params, value=jnp.float32(1.0))
+    assert float(state[1].best_value) == 1.0
+    live = np.zeros((3, 2), bool) | (frozen is False)
+    live[1:] |= frozen is not True
+    np.testing.assert_allclose(updates, np.where(live, -0.05, -0.0) * state[1].scale)

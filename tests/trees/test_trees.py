@@ -225,3 +225,59 @@ def test_parts_without_a_star():
     # One tree is one part, whatever it is made of.
     for one in ({'a': 1.0, 'b': sg.ABSENT}, (1.0, {'w': 2.0}), (tree, tree), (), 1.0):
         assert sg.combine(one) == one
+
+
+PARTS: dict[str, Any] = {
+    'rows': np.s_[:2],
+    'rows by number': [0, 3],
+    'columns': np.s_[:, 1],
+    'elements': np.arange(12).reshape(4, 3) % 5 == 0,
+}
+
+
+@pytest.mark.parametrize('name', PARTS)
+@pytest.mark.parametrize('dtype', ['float64', 'int64', 'uint64', 'complex128', 'int8'])
+def test_a_part_and_the_rest_are_the_array_to_the_bit(dtype, name):
+    # Of what NumPy has in 64 bits JAX has 32.
+    array = (np.arange(12.0).reshape(4, 3) * 2**20 + 1 / 3).astype(dtype)
+    where = sg.at('w', PARTS[name])
+    part, rest = sg.partition({'w': array}, where)
+    joined = sg.combine(part, rest)['w']
+    oracle.assert_same(joined, array)
+    assert isinstance(joined, np.ndarray)
+    assert not np.shares_memory(joined, array)
+    oracle.assert_same(sg.combine(rest, part)['w'], array)
+    if dtype == 'float64':  # The rest stays what it was beside a part from a device.
+        mixed = sg.combine(jax.tree.map(jnp.float32, part), rest)['w']
+        mask = np.zeros((4, 3), bool)
+        mask[PARTS[name]] = True
+        expected = np.where(mask, array.astype(np.float32), array)
+        np.testing.assert_array_equal(mixed, expected)
+        jitted = jax.jit(sg.combine)(part, rest)['w']
+        oracle.assert_same(jitted, jnp.asarray(array))
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize('name', PARTS)
+def test_a_part_of_another_dtype_leaves_the_rest_as_it_is(name):
+    array, where = jnp.arange(12.0).reshape(4, 3) / 3, sg.at('w', PARTS[name])
+    part, rest = sg.partition({'w': array}, where)
+    joined = sg.combine(jax.tree.map(jnp.bfloat16, part), rest)['w']
+    mask = np.zeros((4, 3), bool)
+    mask[PARTS[name]] = True
+    rounded = array.astype(jnp.bfloat16).astype(jnp.float32)
+    oracle.assert_same(joined, jnp.where(mask, rounded, array))
+    wide = sg.combine(part, jax.tree.map(jnp.bfloat16, rest))['w']
+    oracle.assert_same(wide, jnp.where(mask, array, rounded))
+
+
+@pytest.mark.parametrize('name', PARTS)
+def test_shapes_are_split_as_arrays_are(name):
+    where = sg.at('w', PARTS[name])
+    tree = {'w': jnp.ones((4, 3), jnp.bfloat16), 'b': jnp.ones(2)}
+    shapes = jax.eval_shape(lambda: tree)
+    parts = sg.partition(shapes, where)
+    expected = jax.eval_shape(lambda tree: sg.partition(tree, where), tree)
+    assert jax.tree.structure(parts) == jax.tree.structure(expected)
+    assert jax.tree.leaves(parts) == jax.tree.leaves(expected)
+    assert sg.combine(*parts) == shapes
