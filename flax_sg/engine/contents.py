@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import types
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from flax_sg.rules import rules
 
 MODULES = (modules.Module, modules.Variable, Scope)
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+LAZY = (Iterator, AsyncIterator, Awaitable)
 ARRAYS = (tracing.Tracer, jax.Array)
 # Types of values that may be computed from untraced variables.
 NUMBERS = (*ARRAYS, np.ndarray, np.generic, float, complex)
@@ -43,6 +44,26 @@ def may_hold(value: Any, kinds: tuple[type, ...]) -> bool:
             return True
         waiting.extend(_reached_from(part))
     return False
+
+
+def gives_reads_away(value: Any) -> bool:
+    """Whether an iterator or coroutine may read variables when somebody takes from it.
+
+    By then the block in which it was made has closed. An iterator over values that are
+    finished, such as ``iter([1, 2])``, reads nothing.
+
+    >>> gives_reads_away(iter([1, 2])), gives_reads_away([map(abs, [1, 2])])
+    (False, False)
+
+    Args:
+        value: what a method or a function returns. Lists, tuples and dicts are looked
+            through.
+    """
+    if isinstance(value, Mapping):
+        return any(map(gives_reads_away, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(gives_reads_away, value))
+    return isinstance(value, LAZY) and may_hold(value, MODULES)
 
 
 def _reached_from(value: Any) -> Iterable[Any]:

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 from flax.core.scope import Scope
 
 from flax_sg import errors, filters
-from flax_sg.engine import opening
+from flax_sg.engine import contents, opening
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
@@ -164,12 +164,13 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
         def run(called: Any, owner: Scope | None, judged: str, *args: Any) -> Any:
             with opening.InBlock(rewrite, owner, judged):
                 y = called(*args, **kwargs)
-            if isinstance(y, _NOT_RUN):
+            if isinstance(y, _NOT_RUN) or contents.gives_reads_away(y):
                 raise errors.ArgumentTypeError(
-                    f'{getattr(fn, "__qualname__", fn)} returns a generator or a '
-                    'coroutine, whose body runs when the call is over and its block is '
-                    'closed.\n'
-                    'Open the block in the body: with nn.stop_gradient(where):'
+                    f'{getattr(fn, "__qualname__", fn)} returns a generator, a '
+                    'coroutine or another lazy iterator, which runs when the call is '
+                    'over and its block is closed.\n'
+                    'Return a list, or open the block in the body of a generator: with '
+                    'nn.stop_gradient(where):'
                 )
             return y
 

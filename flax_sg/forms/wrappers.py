@@ -169,6 +169,8 @@ class _Forwards:
             is_function and contents.may_hold(value, contents.MODULES)
         ):
             raise _read_later(self, name, 'function' if is_function else 'Variable')
+        if contents.gives_reads_away(value):
+            raise _read_later(self, name, 'generator or another lazy iterator')
         return value
 
     def _seen_within(self: Any, name: str, value: Any) -> Any:
@@ -397,12 +399,17 @@ def refused(expected: str, target: Any) -> errors.ArgumentTypeError:
 def _read_later(wrapper: Any, name: str, kind: str) -> errors.BlockError:
     """A wrapper was asked for a value that reads variables when it is used."""
     cls = type(innermost(wrapper)).__name__
+    write = (
+        f'Iterate in the method, and return a list: return list(...) in {cls}.{name}.'
+        if 'iterator' in kind
+        else f'Call a method of the module: def use(self, ...) in {cls}, which uses '
+        f'self.{name}.'
+    )
     return errors.BlockError(
         f'nn.{type(wrapper).__name__}({cls}(...)).{name} is or holds a {kind} that '
         'reads variables when it is used.\n'
         "Such a read is outside of the wrapper's calls, so the rule would miss it.\n"
-        f'Call a method of the module: def use(self, ...) in {cls}, which uses '
-        f'self.{name}.'
+        f'{write}'
     )
 
 

@@ -51,6 +51,17 @@ def in_steps(module: Any) -> Any:
     yield module.name
 
 
+class Steps(fnn.Dense):
+    def steps(self, x: Any) -> Any:
+        yield self(x)
+
+    def listed(self, x: Any) -> Any:
+        return [*self.steps(x)]
+
+
+OF_STEPS = Steps(2).init(jax.random.key(0), X)
+
+
 def later(module: Any) -> Any:
     """Returns before its body has run."""
     return in_steps(module)
@@ -386,6 +397,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a decorated function that returns a generator': (
         lambda: nn.stop_gradient(later, 'kernel')(MODEL.bind(VARIABLES)),
         'ArgumentTypeError: nn.stop_gradient(where)',
+    ),
+    'a method of a wrapped module that returns a generator': (
+        lambda: nn.Frozen(Steps(2)).bind(OF_STEPS).steps(X),
+        'BlockError: Steps.steps | return list(...)',
+        lambda: nn.Frozen(Steps(2)).bind(OF_STEPS).listed(X),
     ),
     'methods of a function': (
         lambda: nn.stop_gradient('kernel')(reload, methods=['encode']),
