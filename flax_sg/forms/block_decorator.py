@@ -23,7 +23,7 @@ from flax_sg.engine import contents, opening
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
-from flax_sg.internals import modules
+from flax_sg.internals import frames, modules
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
@@ -55,7 +55,7 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
         return cls(rewrite.where, rewrite.rule, rewrite.collections, rewrite.unused)
 
     def __enter__(self) -> Self:
-        opening.open_block(self, running_scope())
+        opening.open_block(self, running_scope(frames.frame_of_user(1)))
         return self
 
     def _close(self, exc_type: type[BaseException] | None) -> None:
@@ -189,9 +189,16 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
     return wrapper
 
 
-def running_scope() -> Scope | None:
-    """The scope of the module whose method is running: of a block that opens now."""
-    module = modules.current_module()
+def running_scope(frame: types.FrameType | None = None) -> Scope | None:
+    """The scope of the module whose method is running: of a block that opens now.
+
+    Args:
+        frame: that of the line which opens the block. It tells whose method the line
+            is in. Where it is in no method, as in a function that a method has called,
+            Flax knows which method runs.
+    """
+    of_line = None if frame is None else modules.module_of(frame)
+    module = of_line or modules.current_module()
     return None if module is None else module.scope
 
 

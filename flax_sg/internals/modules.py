@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -67,6 +69,32 @@ def current_module() -> Module | None:
     while isinstance(module, linen_module.CompactNameScope):
         module = module.module_fn()
     return module if module is not None and module.scope is not None else None
+
+
+def module_of(frame: types.FrameType) -> Module | None:
+    """The bound module that is ``self`` in a frame, if the frame runs a method of it.
+
+    Flax's stack of modules does not have the methods that it does not wrap: those under
+    ``nn.nowrap``, generators, and what ``contextlib.contextmanager`` makes.
+    """
+    code = frame.f_code
+    if not code.co_argcount:
+        return None
+    module = frame.f_locals.get(code.co_varnames[0])
+    if not isinstance(module, Module) or module.scope is None:
+        return None
+    methods = (vars(cls).get(code.co_name) for cls in type(module).__mro__)
+    is_method = any(code is _code_of(method) for method in methods)
+    return module if is_method else None
+
+
+def _code_of(method: Any) -> Any:
+    """The code that runs for what a class has under a name."""
+    if isinstance(method, property):
+        method = method.fget
+    elif isinstance(method, functools.cached_property):
+        method = method.func
+    return getattr(inspect.unwrap(method), '__code__', None) if method else None
 
 
 def running_method() -> tuple[Module, str] | None:
