@@ -6,6 +6,7 @@ import typing as _typing
 from flax_sg import errors, filters
 from flax_sg.autodiff.gradients import grad, value_and_grad, vjp
 from flax_sg.errors.elsewhere import missing as _missing
+from flax_sg.filters import where
 from flax_sg.filters.arrays import arrays
 from flax_sg.filters.indices import at
 from flax_sg.filters.paths import Path
@@ -79,4 +80,5 @@ __all__ = [
     'trainable',
     'value_and_grad',
     'vjp',
+    'where',
 ]

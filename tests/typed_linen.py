@@ -75,7 +75,7 @@ nn.clip_gradient('a', norms=1.0)  # type: ignore[call-overload]  # pyright: igno
 
 # Trees, derivatives, reports.
 
-assert_type(filters.as_filter('a/**') & ~filters.as_filter('b'), filters.Filter)
+assert_type(sg.where('a/**') & ~sg.where('b', True), filters.Filter)
 assert_type(sg.Path('a/b').parts, tuple[str, ...])
 testing.assert_stopped(lambda params: params, 'a', {})
 sg.grad(lambda params: params, wrf='a')  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

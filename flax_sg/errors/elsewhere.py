@@ -30,7 +30,7 @@ OF_LINEN = frozenset(
 _COMMON = {
     'no_grad': 'nn.stop_gradient(True)' + _LINEN,
     'requires_grad': "sg.grad(loss, wrt='head/**')",
-    'as_filter': 'sg.filters.as_filter',
+    'as_filter': 'sg.where',
     'of_type': 'sg.filters.of_type',
     'thaw': 'sg.adopt(tx, params, state), where tx freezes less',
     'unfreeze': 'sg.adopt(tx, params, state), where tx freezes less',

@@ -2,7 +2,7 @@
 
 A filter is called with a ``Path`` and returns a bool. A filter is immutable, compares
 and hashes by what it says, prints as the expression to write, pickles, and combines
-with ``~ & |``. ``as_filter`` makes one of whatever users write in place of a filter.
+with ``~ & |``. ``where`` makes one of whatever users write in place of a filter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost
 from flax_sg.internals.optional import is_nnx_model
 
-# What stands for a filter; as_filter explains the members.
+# What stands for a filter; ``where`` explains the members.
 Where: TypeAlias = (
     Filter
     | str
@@ -57,24 +57,25 @@ Where: TypeAlias = (
 )
 
 
-def as_filter(where: Where) -> Filter:
+def where(what: Where, /, *others: Where) -> Filter:
     """Makes a filter of a glob, a function, a bool, or whatever else names variables.
 
     Blocks, ``sg.grad``, ``sg.freeze`` and the like do this with what they are given.
-    Call it yourself to combine filters with ``~ & |``.
+    Call it yourself to combine filters with ``~ & |``: all but the head, or all biases
+    of two modules.
 
-    >>> from flax_sg.filters import as_filter
-    >>> as_filter(['gln_*/**', 'dec/**']) & ~as_filter('**/bias')
-    (Glob('gln_*/**') | Glob('dec/**')) & ~Glob('**/bias')
+    >>> import flax_sg as sg
+    >>> ~sg.where('head/**'), sg.where('enc/**', 'dec/**') & '**/bias'
+    (~Glob('head/**'), (Glob('enc/**') | Glob('dec/**')) & Glob('**/bias'))
 
     A filter may hold while a *condition* does. Its bool may be traced, so one compiled
     program serves all steps. Its gradient is a ``jnp.where`` of the condition:
 
-    >>> import jax, flax_sg as sg
+    >>> import jax
     >>> @jax.jit
     ... def gradients(params, step):
     ...     def loss(params):
-    ...         frozen = as_filter('last/**') & (step < 2)
+    ...         frozen = sg.where('last/**') & (step < 2)
     ...         params = sg.stop_gradient(params, frozen)
     ...         return params['last']['w'] * params['body']['w']
     ...     return jax.grad(loss)(params)
@@ -83,7 +84,7 @@ def as_filter(where: Where) -> Filter:
     [0.0, 0.0, 2.0, 2.0]
 
     Args:
-        where: one of
+        what: one of
 
             * a str: a glob on whole path components: ``*`` stands for any name, ``**``
               for any number of names, ``{0..11}`` for numbers, ``{a,b}`` for one of
@@ -98,12 +99,22 @@ def as_filter(where: Where) -> Filter:
               array of bools in the shape of a variable marks its elements;
             * a sequence or set of globs and other filters: any of them;
             * a filter: itself.
+        *others: more of these: any of all that are given.
+
+    Returns:
+        A filter. It is called with a ``sg.Path``, and has ``~ & |``, of which the other
+        side may be anything of this list.
 
     Raises:
         FilterTypeError: for anything else, with what to write instead; and for a
             function that reads a traced value.
         ArgumentValueError: for a glob that no path can fit.
     """
+    return _any_of([what, *others]) if others else as_filter(what)
+
+
+def as_filter(where: Where) -> Filter:
+    """Makes the filter of whatever stands for one; ``where`` lists what does."""
     if isinstance(where, Filter):
         return where
     if isinstance(where, str):
@@ -139,10 +150,10 @@ def as_filter(where: Where) -> Filter:
 def _any_of(several: Sequence[Any] | Set[Any]) -> Filter:
     if any(map(is_condition, several)):
         raise errors.FilterTypeError(
-            f'{brief(several)} holds bools beside other filters.\n'
+            'One of several filters is a bool, and several filters mean any of them.\n'
             'A sequence of bools alone is a tree of bools, in the shape of the '
-            'variables; one of filters means any of them.\n'
-            "Write one of the two: [True, False] or ['encoder/**', 'head/bias']."
+            'variables.\n'
+            "For a condition write sg.where('encoder/**') & (step < k)."
         )
     parts = [as_filter(part) for part in several]
     if isinstance(several, Set):  # The order of a set differs from run to run.
@@ -168,7 +179,7 @@ _glob = functools.lru_cache(1024)(Glob)  # A step opens the same blocks each tim
 
 Filter.convert = staticmethod(as_filter)
 
-__all__ = ['Collection', 'Filter', 'Where', 'as_filter', 'of_type']
+__all__ = ['Collection', 'Filter', 'Where', 'of_type']
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """Conditions: one bool for a whole filter, which may be known when a program runs.
 
 A filter of variables and a condition say together *what is meant while something
-holds*: ``as_filter('last/**') & (step < k)``. A bool that is known is a ``Constant``. A
+holds*: ``sg.where('last/**') & (step < k)``. A bool that is known is a ``Constant``. A
 traced one is a mask of one element, which stands for all elements of each variable.
 """
 

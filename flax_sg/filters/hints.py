@@ -95,7 +95,7 @@ def _of_a_glob(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
     if dotted != pattern and _fits(dotted, paths, compiled):
         return f"Names are joined by '/': {dotted!r}."
     if pattern.startswith('!') and _fits(pattern[1:], paths, compiled):
-        return f"A glob has no '!': write ~filters.as_filter({pattern[1:]!r})."
+        return f"A glob has no '!': write ~sg.where({pattern[1:]!r})."
     if '|' in pattern and _fits(f'.*({pattern}).*', paths, re.compile):
         write = f're.compile({f".*({pattern}).*"!r})'
         return f"A str is a glob, and '|' has no meaning in it: write {write}."

@@ -22,7 +22,7 @@ from flax_sg.filters.paths import Path
 
 _FIX = (
     "Return True or False for every path, as lambda path: path.startswith('encoder') "
-    'does. For a traced bool write filters.as_filter(where) & (step < k); pass other '
+    'does. For a traced bool write sg.where(where) & (step < k); pass other '
     'values that it depends on by static_argnames of jax.jit.'
 )
 

@@ -132,7 +132,7 @@ def train_only(
     """Stops the gradient of all parameters except those that ``where`` selects.
 
     ``where`` names what is **trained**. ``train_only(where)`` is
-    ``stop_gradient(~as_filter(where))``.
+    ``stop_gradient(~sg.where(where))``.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax_sg import linen as nn

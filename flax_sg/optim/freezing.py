@@ -96,7 +96,7 @@ class Freeze:
                 f'sg.freeze(tx, {where!r}) freezes all that it is given: nothing is '
                 'trained.\n'
                 'sg.freeze names what is frozen, wrt= what is trained.\n'
-                'Write sg.freeze(tx, ~sg.filters.as_filter(where)), or '
+                'Write sg.freeze(tx, ~sg.where(where)), or '
                 'sg.freeze(tx, True) if that is meant.',
                 Place.here(),
             )
@@ -202,7 +202,7 @@ def freeze(
             too.
         where: what is **frozen**: any kind of filter. In a tree of bools, True is
             frozen: for a mask of what is trained, as optax's are, write
-            ``sg.freeze(tx, ~filters.as_filter(mask))``. By default what the classes in
+            ``sg.freeze(tx, ~sg.where(mask))``. By default what the classes in
             the tree declare as not trained, see ``sg.trainable``. Integers, keys and
             ``NonDifferentiable`` are frozen in any case.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
@@ -406,7 +406,7 @@ def _of_all_parameters(name: str, extra: Collection[str]) -> errors.ArgumentType
         f'tx.update got {name}=, a function of all parameters, and sg.freeze shows its '
         'optimizer the trained ones only.\n'
         'Give optax the trained part, and the optimizer without sg.freeze:\n'
-        'part, rest = sg.partition(params, ~sg.filters.as_filter(where))\n'
+        'part, rest = sg.partition(params, ~sg.where(where))\n'
         'of_part = lambda part: loss(sg.combine(part, rest))\n'
         f'updates, state = tx.update(grads, state, part, {given})\n'
         'params = sg.combine(optax.apply_updates(part, updates), rest)'

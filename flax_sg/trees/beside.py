@@ -58,7 +58,7 @@ def beside(
                 f'there is nothing at {str(path)!r} in the gradient, and it is not '
                 'frozen.\n'
                 'wrt= selects what has a gradient, sg.freeze what is frozen.\n'
-                'Write sg.grad(loss, wrt=~sg.filters.as_filter(where)) beside '
+                'Write sg.grad(loss, wrt=~sg.where(where)) beside '
                 'sg.freeze(tx, where).'
             )
         if need and not (is_array(value) or jax.tree_util.all_leaves([value])):

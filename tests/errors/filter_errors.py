@@ -159,7 +159,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a predicate that reads a tracer': (
         lambda: jax.jit(decided)(True),
         "FilterTypeError: filter_errors.py:LINE | 'flag' | 'encoder' | "
-        'filters.as_filter(where) | jax.jit',
+        'sg.where(where) & (step < k)',
         lambda: jax.jit(decided, static_argnames='flag')(flag=True),
     ),
     'a predicate that finds a tracer': (

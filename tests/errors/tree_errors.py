@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'one filter for what is trained and what is frozen': (
         lambda: gradients(sg.grad(product, wrt='head/w')(PARAMS)),
         "StructureError: 'body/w' | sg.freeze(tx, where)",
-        'sg.grad(loss, wrt=~sg.filters.as_filter(where))',
+        'sg.grad(loss, wrt=~sg.where(where))',
     ),
     'a mask of neither side': (
         lambda: sg.mask(PARAMS),
@@ -209,7 +209,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     'a line search over all parameters': (
         lambda: frozen.update(VECTORS, frozen.init(VECTORS), VECTORS, value_fn=dot),
         'ArgumentTypeError: sg.combine(part, rest)',
-        'sg.partition(params, ~sg.filters.as_filter(where))',
+        'sg.partition(params, ~sg.where(where))',
     ),
     'a line search that is given values': (
         lambda: frozen.update(
@@ -267,7 +267,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'bools and globs': (
         lambda: sg.partition(PARAMS, [True, 'head/w']),
-        "FilterTypeError: 'encoder/**'",
+        "FilterTypeError: tree of bools | sg.where('encoder/**') & (step < k)",
+    ),
+    'a condition beside a glob': (
+        lambda: sg.where('head/w', jnp.array(True)),
+        "FilterTypeError: sg.where('encoder/**') & (step < k)",
+        lambda: sg.where('head/w') & jnp.array(True),
     ),
     'fields in a list': (
         lambda: sg.trainable(LIST),

@@ -245,6 +245,38 @@ def test_pickles(chosen):
     assert b'_hash' not in pickle.dumps(chosen)
 
 
+WHERE = {
+    'a glob': ('gln/**', Glob('gln/**')),
+    'a regular expression': (re.compile('gln.*'), Regex(re.compile('gln.*'))),
+    'a bool': (True, Constant(True)),
+    'a tree of bools': ({'gln': True}, BoolTree({'gln': True})),
+    'a list': (['gln/**', 'dec/**'], Or((Glob('gln/**'), Glob('dec/**')))),
+    'a filter': (~Glob('gln/**'), ~Glob('gln/**')),
+}
+
+
+@pytest.mark.parametrize('row', WHERE)
+def test_where_makes_a_filter(row: str):
+    given, expected = WHERE[row]
+    chosen = sg.where(given)
+    assert chosen == expected
+    assert (~chosen, chosen & 'a/b', 'a/b' | chosen) == (
+        ~expected,
+        expected & Glob('a/b'),
+        expected | Glob('a/b'),
+    )
+
+
+def test_where_of_several_means_any_of_them():
+    trees: list[Any] = [{'gln': True, 'dec': False}, {'gln': False, 'dec': True}]
+    assert sg.where('gln/**', 'dec/**') == Or((Glob('gln/**'), Glob('dec/**')))
+    # In a list, trees of bools would be one tree.
+    either = sg.where(*trees)
+    assert [either(Path(f'{name}/kernel')) for name in ('gln', 'dec')] == [True, True]
+    assert either == Or(tuple(map(BoolTree, trees)))
+    assert sg.where('gln/**', is_kernel)(Path('dec/kernel')) is True
+
+
 def test_operators_take_anything():
     for other, expected in (
         (np.True_, Constant(True)),
@@ -433,7 +465,7 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     ('laeyr_7', [f'layer_{n}' for n in range(201)], "Did you mean 'layer_7'?"),
     ('fc/**', NET, "Nearest: 'encoder/fc/bias', 'encoder/fc/kernel'"),
     ('encoder.fc.kernel', NET, "Names are joined by '/': 'encoder/fc/kernel'."),
-    ('!head/**', NET, "A glob has no '!': write ~filters.as_filter('head/**')."),
+    ('!head/**', NET, "A glob has no '!': write ~sg.where('head/**')."),
     ('!hed/**', NET, 'A pattern matches whole paths'),
     # Nothing that is left names something, or it is no pattern.
     ('decodr_7/*/**', NET, 'A pattern matches whole paths'),

@@ -68,7 +68,7 @@ def test_a_name_of_linen_is_told(name: str):
 @pytest.mark.parametrize(
     ('module', 'name', 'write'),
     [
-        (sg, 'as_filter', 'sg.filters.as_filter'),
+        (sg, 'as_filter', 'sg.where'),
         (nn, 'no_grad', 'nn.stop_gradient(True), from flax_sg import linen as nn'),
         (nn, 'of_type', 'sg.filters.of_type'),
         (sg, 'thaw', 'sg.adopt(tx, params, state), where tx freezes less'),
@@ -206,7 +206,7 @@ uses = {
         lambda m: jnp.sum(m(x)), argnums=nnx.DiffState(0, where)
     )(graph),
     'Optimizer': lambda: nnx.Optimizer(graph, tx, wrt=where),
-    'where': lambda: nnx.where(graph, where),
+    'where': lambda: nnx.where(graph, sg.where(where)),
 }
 for use in uses.values():
     use()

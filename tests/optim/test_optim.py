@@ -281,7 +281,7 @@ def test_a_filter_that_freezes_everything_warns(name):
         sg.freeze(optax.sgd(0.1), where, unused='ignore').init(params)
     texts = [str(w.message) for w in caught]
     assert ['nothing is trained' in text for text in texts] == [True] * warns
-    fix = 'sg.freeze(tx, ~sg.filters.as_filter(where))'
+    fix = 'sg.freeze(tx, ~sg.where(where))'
     for text in texts:
         assert fix in text
         eval(fix, {'sg': sg, 'tx': optax.sgd(0.1), 'where': where})
