@@ -135,9 +135,9 @@ class Flat:
     def _flows(self, step: Step) -> list[int]:
         if step.joins is None:
             return self._reach.rows(step.eqn)
+        # What decides is a bool or an integer: it has no derivative.
         return [
-            value is not None and n < step.joins and has_tangent(self.avals[value])
-            for n, value in enumerate(step.ins)
+            value is not None and has_tangent(self.avals[value]) for value in step.ins
         ]
 
     def is_stopped(self, step: Step, number: int) -> bool:

@@ -33,6 +33,8 @@ _SAME_VALUE = frozenset(
         'optimization_barrier',
     )
 )
+# Primitives that return some elements of their first input.
+_PARTS = frozenset(('slice', 'dynamic_slice', 'gather', 'split'))
 # Primitives that return their first input, with other elements in some places.
 _OVERWRITE = frozenset(('scatter', 'dynamic_update_slice'))
 
@@ -84,32 +86,42 @@ def _is_met(flat: Flat, value: int, output: int) -> bool:
     return bool(flat.read[value] >> output & 1) and has_tangent(flat.avals[value])
 
 
+class _Taken(NamedTuple):
+    """An input of a step: the parameter, or a part of it; whether it is stopped."""
+
+    number: int
+    stopped: bool
+    is_part: bool
+
+
 def _uses(
     flat: Flat,
     inputs: Iterable[int],
-    is_stopped: Callable[[Step, int], bool] = lambda *_: False,
+    is_stopped: Callable[[Step, int], bool] | None = None,
 ) -> Iterator[tuple[Step | None, bool, bool]]:
     """The steps that take a parameter in, and do not return it in another form.
 
     Args:
         flat: the program.
         inputs: the values that are the parameter.
-        is_stopped: whether no gradient comes back through an input of a step.
+        is_stopped: whether no gradient comes back through an input of a step. By
+            default nobody knows.
 
     Returns:
         Each step, or None for an output of the program; whether no gradient comes back;
-        and whether the step may keep a part, and take another value for the rest.
+        and whether the step chooses between the parameter and itself, of which one is
+        stopped and the other is not. If nobody knows, it may.
     """
-    # By step: as which of its inputs the parameter comes in, and whether it is stopped.
-    found: dict[Step, list[tuple[int, bool]]] = {}
-    waiting = [(value, False) for value in inputs]
-    seen: set[tuple[int, bool]] = set()
+    found: dict[Step, list[_Taken]] = {}
+    # A value; whether it is stopped; whether it is a part of the parameter alone.
+    waiting = [(value, False, False) for value in inputs]
+    seen: set[tuple[int, bool, bool]] = set()
     while waiting:
-        value, stopped = there = waiting.pop()
+        value, stopped, is_part = there = waiting.pop()
         if there in seen:
             continue
         seen.add(there)
-        if value in flat.outputs:
+        if value in flat.outputs and not is_part:
             yield None, stopped, False
         for step, number in flat.readers[value]:
             is_branch = step.name == 'cond' and number < (step.joins or 0)
@@ -120,14 +132,24 @@ def _uses(
                 if not number:
                     continue
                 is_branch = True
-            ends = stopped or is_stopped(step, number)
+            ends = stopped or bool(is_stopped and is_stopped(step, number))
             if is_branch:
-                waiting.append((step.outs[0], stopped))
+                waiting.append((step.outs[0], stopped, is_part))
             elif step.name in _SAME_VALUE:
-                waiting.append((step.outs[number], ends))
+                waiting.append((step.outs[number], ends, is_part))
             else:
-                found.setdefault(step, []).append((number, ends))
+                found.setdefault(step, []).append(_Taken(number, ends, is_part))
+                if step.name in _PARTS and not number:
+                    waiting += [(out, ends, True) for out in step.outs]
     for step, several in found.items():
-        for number, ends in several:
-            chooses = step.name == 'select_n' and len(several) > 1
-            yield step, ends, chooses or (step.name in _OVERWRITE and not number)
+        for taken in several:
+            others = [other for other in several if other is not taken]
+            if step.name == 'select_n':
+                others = [other for other in others if not other.is_part]
+            elif step.name not in _OVERWRITE or taken.number:
+                # Zeros in some rows are no choice: no part of the parameter is there.
+                others = []
+            if is_stopped:
+                others = [x for x in others if x.stopped != taken.stopped]
+            if not taken.is_part:
+                yield step, taken.stopped, bool(others)

@@ -98,7 +98,7 @@ _EACH = frozenset(
         *('psum', 'psum2', 'psum_invariant', 'pmax', 'pmin', 'pbroadcast', 'ppermute'),
         *('all_gather', 'all_gather_invariant', 'all_gather_reduced', 'all_to_all'),
         *('reduce_scatter', 'unreduced_psum', 'sort', 'cumsum', 'cumprod', 'cummax'),
-        *('cummin', 'fft', 'reduce_window_sum', 'slice', 'tile'),
+        *('cummin', 'fft', 'reduce_window_sum', 'tile'),
         *('dynamic_slice', 'top_k', 'select_and_scatter_add'),
     )
 )
@@ -107,7 +107,7 @@ _TOGETHER = {
     **dict.fromkeys(('stack', 'clamp'), slice(None)),
     **dict.fromkeys(('dynamic_update_slice', 'scatter_add'), slice(2)),
     **dict.fromkeys(('scatter', 'scatter-add', 'scatter-mul'), slice(0, 3, 2)),
-    **dict.fromkeys(('select_and_gather_add', 'split'), slice(1)),
+    'select_and_gather_add': slice(1),
     'triangular_solve': slice(1, 2),
 }
 # All zeros if one of these operands is.
@@ -176,6 +176,8 @@ class Zeros:
             return [Value(_MEET[name](eqn, ins))]
         if name in _MOVES:
             return [Value(*(_MOVES[name](mask, eqn) for mask in ins[0]))]
+        if name == 'split':
+            return [Value(mask) for mask in _split(ins[0].zero, eqn)]
         if name == 'not':
             return [Value(ins[0].nonzero, ins[0].zero)]
         zeros, count = [one.zero.all() for one in ins], len(eqn.outvars)
@@ -253,8 +255,29 @@ def _reshaped(mask: Mask, eqn: Any) -> Mask:
     return small(np.broadcast_to(mask, operand.aval.shape).reshape(shape))
 
 
+def _cut(mask: Mask, parts: Sequence[slice]) -> Mask:
+    """A part of a mask; an axis along which all elements are alike stays as it is."""
+    pairs = zip(mask.shape, parts, strict=True)
+    return small(mask[tuple(slice(None) if n == 1 else part for n, part in pairs)])
+
+
+def _sliced(mask: Mask, eqn: Any) -> Mask:
+    params, ones = eqn.params, (1,) * mask.ndim
+    steps = params['strides'] or ones
+    bounds = zip(params['start_indices'], params['limit_indices'], steps, strict=True)
+    return _cut(mask, [slice(*bound) for bound in bounds])
+
+
+def _split(mask: Mask, eqn: Any) -> list[Mask]:
+    axis, ends = eqn.params['axis'], np.cumsum(eqn.params['sizes'])
+    parts = map(slice, (0, *ends[:-1]), ends)
+    rest = [slice(None)] * mask.ndim
+    return [_cut(mask, [*rest[:axis], part, *rest[axis + 1 :]]) for part in parts]
+
+
 _MOVES: dict[str, Callable[[Mask, Any], Mask]] = {
     'reshape': _reshaped,
+    'slice': _sliced,
     'rev': lambda mask, eqn: np.flip(mask, eqn.params['dimensions']),
     'broadcast_in_dim': _spread,
     'transpose': lambda mask, eqn: mask.transpose(eqn.params['permutation']),
@@ -304,18 +327,23 @@ def _select(eqn: Any, ins: Sequence[Value]) -> Mask:
 def _padded(eqn: Any, ins: Sequence[Value]) -> Mask:
     one, value = ins
     config, shape = eqn.params['padding_config'], eqn.invars[0].aval.shape
-    is_cut = any(min(padding) < 0 for padding in config)
-    if is_cut or not value.zero.all():
+    if not value.zero.all():
         return value.zero & one.zero.all()
     # Axes that are not padded stay small.
     rows = zip(shape, one.zero.shape, config, strict=True)
-    sizes = [size if any(padding) else other for size, other, padding in rows]
-    rows = [*zip(sizes, config, strict=True)]
-    whole = [low + high + n + max(n - 1, 0) * gap for n, (low, high, gap) in rows]
-    out = np.ones(whole, bool)
-    ends = [(low, low + max(n - 1, 0) * gap + n, gap + 1) for n, (low, _, gap) in rows]
-    out[tuple(slice(*end) for end in ends)] = one.zero
-    return out
+    sizes = [size if max(padding) > 0 else other for size, other, padding in rows]
+    # First the elements are spread and padded, then cut where a padding is negative.
+    spread = [
+        n + max(n - 1, 0) * gap for n, (*_, gap) in zip(sizes, config, strict=True)
+    ]
+    rows = [*zip(spread, config, strict=True)]
+    out = np.ones([n + max(low, 0) + max(high, 0) for n, (low, high, _) in rows], bool)
+    inner = [slice(at := max(low, 0), at + n, gap + 1) for n, (low, _, gap) in rows]
+    out[tuple(inner)] = one.zero
+    rows = zip(out.shape, config, strict=True)
+    return _cut(
+        out, [slice(max(-low, 0), n + min(high, 0)) for n, (low, high, _) in rows]
+    )
 
 
 _MEET: dict[str, Callable[[Any, Sequence[Value]], Mask]] = {

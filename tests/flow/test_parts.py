@@ -393,3 +393,67 @@ def test_a_part_is_followed_through_what_moves_it(stopped, rest, trained):
     grads = jax.grad(loss)(params)
     updates, _ = tx.update(grads, tx.init(params), params)
     np.testing.assert_array_equal(updates['w'] == 0.0, grads['w'] == 0.0)
+
+
+# By name: what is read of a table of six rows, beside a use of it that is stopped.
+NOT_CHOSEN = {
+    'a row of padding': lambda table, n: table.at[0].set(0.0),
+    'rows of data': lambda table, n: table.at[jnp.array([0, 3]) % n].set(0.0),
+    'a row of zeros': lambda table, n: lax.dynamic_update_slice(
+        table, jnp.zeros((1, 3)), (n, 0)
+    ),
+    'the row of another': lambda table, n: table.at[0].set(1.0 + table[n] * 0.0),
+    'rows that data leaves out': lambda table, n: jnp.where(
+        jnp.arange(6)[:, None] < n, table, 0.0
+    ),
+    'rounded by data': lambda table, n: jnp.where(
+        n > 2, table, table.astype(jnp.bfloat16).astype(jnp.float32)
+    ),
+}
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize('name', NOT_CHOSEN)
+def test_zeros_beside_a_use_that_is_stopped(name):
+    """Nobody stops a part of the table: it is trained."""
+
+    def loss(params, n):
+        table = params['embed']['embedding']
+        return jnp.sum(NOT_CHOSEN[name](table, n)[IDS] * jnp.sin(stop(table)))
+
+    report = sg.gradient_flow(loss, PARAMS, jnp.array(3))
+    assert report.status_of('output', TABLE) == 'flows'
+    live = sg.live(loss, PARAMS, jnp.array(3))
+    assert sg.mask(PARAMS, frozen=~live)['embed']['embedding'] is False
+    testing.assert_trains_only(report, TABLE)
+
+
+JOINED = {
+    'slices': lambda w: (w[:2], w[2:]),
+    'split': lambda w: jnp.split(w, [2]),
+    'reversed': lambda w: (w[::-1][-2:][::-1], w[::-1][:-2]),
+    'in steps': lambda w: (lax.slice(w, (0, 0), (2, 4)), lax.slice(w, (2, 0), (6, 4))),
+    'cut by padding': lambda w: (
+        lax.pad(w, 0.0, ((0, -4, 0), (0, 0, 0))),
+        lax.pad(w, 0.0, ((-2, 0, 0), (1, 1, 0))),
+    ),
+    'flat': lambda w: (w.ravel()[:8], w.ravel()[8:]),
+    'turned': lambda w: (w.T[:, :2], w.T[:, 2:]),
+    'one after the other': lambda w: (w[:4][:2], w[1:][1:]),
+    'of each example': lambda w: jax.vmap(lambda c: (c[:2], c[2:]), 1)(w),
+}
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize('name', JOINED)
+def test_a_stop_on_the_slice_of_one_of_two_that_are_joined(name):
+    """The rows of ``a`` are trained, those of ``c`` are not."""
+
+    def loss(params):
+        a, c = JOINED[name](jnp.concatenate([params['a'], params['c']]))
+        return jnp.sum(a**2) + jnp.sum(jnp.sin(a)) * jnp.sum(stop(c))
+
+    params = {'a': jnp.ones((2, 4)), 'c': jnp.ones((4, 4))}
+    assert not jax.grad(loss)(params)['c'].any()
+    assert sg.gradient_flow(loss, params).status == (('flows', 'stopped'),)
+    testing.assert_trains_only(loss, 'a', params)

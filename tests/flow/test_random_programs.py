@@ -109,6 +109,10 @@ UNARY: list[Callable[[Any], Any]] = [
     lambda x: x[jnp.array([0, 0, 2, 2])],
     lambda x: lax.dynamic_slice(x, (1, 0), (3, 3)).repeat(2, 0)[:4],
     lambda x: jnp.pad(x[1:3], ((1, 1), (0, 0))),
+    lambda x: lax.pad(x, 0.0, ((-1, 1, 0), (1, -1, 0))),
+    lambda x: lax.pad(x, 0.0, ((-2, -1, 1), (-1, -1, 1))),
+    lambda x: jnp.concatenate([*jnp.split(x, [1, 3])][::-1]),
+    lambda x: jnp.concatenate([x[2:], lax.stop_gradient(x[:2])]),
 ]
 BINARY: list[Callable[[Any, Any], Any]] = [
     jnp.add,
