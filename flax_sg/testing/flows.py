@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_sg import errors, filters, flow
@@ -21,6 +21,7 @@ def assert_flows(
     output: filters.Where | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    **kwargs: Any,
 ) -> None:
     """Asserts that a loss trains every selected parameter.
 
@@ -48,6 +49,8 @@ def assert_flows(
         argnums: which arguments hold parameters, by default the first; see
             ``sg.gradient_flow``.
         has_aux: whether the function returns ``(outputs, aux)``. Default False.
+        **kwargs: keyword arguments of the function, as for ``sg.gradient_flow``. None
+            for a report.
 
     Raises:
         ExpectationError: an ``AssertionError``, if a parameter is not trained.
@@ -55,7 +58,7 @@ def assert_flows(
         UnknownNameError: if a part of ``output`` selects no output.
         ArgumentTypeError: if ``where`` selects only leaves without a gradient.
     """
-    report = _report(loss, args, argnums, has_aux)
+    report = _report(loss, args, argnums, has_aux, kwargs)
     _check(report, where, output)
 
 
@@ -66,6 +69,7 @@ def assert_stopped(
     output: filters.Where | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    **kwargs: Any,
 ) -> None:
     """Asserts that a loss trains no selected parameter.
 
@@ -87,7 +91,7 @@ def assert_stopped(
     The loss trains encoder.
     encoder is used at ...
     """
-    report = _report(loss, args, argnums, has_aux)
+    report = _report(loss, args, argnums, has_aux, kwargs)
     _check(report, where, output, trained=False)
 
 
@@ -98,6 +102,7 @@ def assert_trains_only(
     output: filters.Where | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    **kwargs: Any,
 ) -> None:
     """Asserts that a loss trains every selected parameter and no other one.
 
@@ -115,7 +120,7 @@ def assert_trains_only(
     >>> assert_trains_only(losses, 'head', params, jnp.ones(2), output='head')
     >>> assert_trains_only(losses, ['encoder', 'head'], params, jnp.ones(2))
     """
-    report = _report(loss, args, argnums, has_aux)
+    report = _report(loss, args, argnums, has_aux, kwargs)
     _check(report, where, output, only=True)
 
 
@@ -124,11 +129,14 @@ def _report(
     args: tuple[Any, ...],
     argnums: int | Sequence[int],
     has_aux: bool,
+    kwargs: Mapping[str, Any],
 ) -> flow.GradientFlow:
     """The report on a function; one that was made is given without arguments."""
     if not isinstance(loss, flow.GradientFlow):
-        return flow.gradient_flow(loss, *args, argnums=argnums, has_aux=has_aux)
-    if args:
+        return flow.gradient_flow(
+            loss, *args, argnums=argnums, has_aux=has_aux, **kwargs
+        )
+    if args or kwargs:
         raise TypeError('A report was made with its own arguments: give none with it.')
     return loss
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as fnn
 
-from flax_sg import errors, testing
+from flax_sg import errors, flow, testing
 from flax_sg.internals import jaxprs
 from tests.helpers.reports import LINE, LOSSES, WAY, report
 
@@ -239,3 +239,22 @@ def test_a_program_that_no_compiler_counts_is_counted_as_for_a_cpu():
     )
     found = jaxprs.counts(compiled)
     assert found['flops'] == jaxprs.counts(uncounted)['flops'] == 2 * 4**3
+
+
+def test_keyword_arguments_of_the_loss():
+    """They are traced, or a choice of Python, as in ``sg.gradient_flow``."""
+
+    def loss(params, x, *, train, scale=1.0):
+        code = params['code'] * x if train else jax.lax.stop_gradient(params['code'])
+        return jnp.sum(code * params['head'] * scale)
+
+    params, scale = {'code': jnp.ones(3), 'head': jnp.ones(3)}, jnp.ones(3)
+    testing.assert_flows(loss, 'code', params, X[0], train=True)
+    testing.assert_stopped(loss, 'code', params, X[0], train=False, scale=scale)
+    testing.assert_trains_only(loss, 'head', params, X[0], train=False)
+    for holds in (testing.assert_flows, testing.assert_trains_only):
+        with pytest.raises(errors.ExpectationError):
+            holds(loss, 'code', params, X[0], train=False)
+    made = flow.gradient_flow(loss, params, X[0], train=True)
+    with pytest.raises(TypeError, match='A report was made with its own arguments'):
+        testing.assert_flows(made, 'code', train=True)
