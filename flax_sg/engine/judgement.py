@@ -15,6 +15,7 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, root_of, thread
+from flax_sg.engine.earlier_lines import line_before
 from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import selects, wants
 from flax_sg.filters.paths import Path
@@ -130,9 +131,17 @@ def _has_effect(block: Block) -> bool:
 def _no_effect(block: Block) -> str:
     if not block.rewrite.where.atoms:
         return str(_only_inside(block))
+    selected = [facts[1] for facts, (_, said) in block.decisions.items() if said]
+    before = line_before(block.place, block.owner_path, selected)
+    why, value = 'it selects nothing that was read in it', 'h'
+    if before is not None:
+        line, value = before
+        why = f'what it names was read at line {line}, before the block'
+    to_stop = f'To stop a value write jax.lax.stop_gradient({value}). '
+    stops = block.rewrite.rule.name == 'stop_gradient'
     return (
-        f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: it '
-        'selects nothing that was read in it.\n'
+        f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: '
+        f'{why}.\n{to_stop if stops else ""}'
         'Open the block around the code that reads these variables, or pass '
         "unused='ignore'."
     )

@@ -455,7 +455,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a block behind what it names': (
         read_before,
-        "NothingStoppedWarning: block_errors.py:LINE | 'before/**'",
+        "NothingStoppedWarning: block_errors.py:LINE | 'before/**' | "
+        'jax.lax.stop_gradient(h)',
     ),
     'a cached program of another model': (
         cached_beside,
