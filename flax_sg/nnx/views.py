@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -14,12 +15,13 @@ from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.nnx.asking import ask
-from flax_sg.nnx.held import PLAIN, Held
+from flax_sg.nnx.held import PLAIN, Held, leading_to
 from flax_sg.nnx.values import raw
 from flax_sg.rules import rules, substitutes
 from flax_sg.rules.plain_trees import rewritten
-from flax_sg.trees.leaves import is_differentiable, is_whole
+from flax_sg.trees.leaves import is_array, is_differentiable, is_whole
 from flax_sg.trees.walks import Leaf, Walk
+from flax_sg.trees.ways import Keys
 
 # Metadata of Variables that are no plain arrays, in one version of Flax or another.
 _MUTABLE = ('hijax', 'is_hijax', 'ref', 'has_ref')
@@ -87,23 +89,33 @@ def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
     copies = {key: object.__new__(type(x)) for key, x in walk.modules.items()}
     in_place = {id(leaf.value): x for leaf, x in new.items()}
 
-    def is_changed(node: Any) -> bool:
-        return any(id(x.value) in in_place for x in Walk([node]).leaves.values())
+    @functools.cache
+    def changed() -> Set[int]:
+        inside = {key: [*map(id, x)] for key, (_, x, _) in walk.parts.items()}
+        return leading_to({*map(id, new)}, inside) | in_place.keys()
 
-    held = Held(copies | in_place, is_changed)
+    held = Held(copies | in_place, changed)
+
+    def instead(child: Any, keys: Keys) -> Any:
+        if type(child) is not Leaf:
+            return copies[id(child)]
+        value = new.get(child, child.value)
+        is_data = isinstance(value, nnx.Variable) or is_array(value)
+        # Flax takes a list for data if it has arrays in it, and functions beside.
+        return value if is_data else held.put(value, '.'.join(map(str, keys)))
+
     made: Any = None
     for key, (keys, children, treedef) in reversed(walk.parts.items()):
-        made = treedef.unflatten(
-            new.get(x, x.value) if type(x) is Leaf else copies[id(x)] for x in children
-        )
+        made = treedef.unflatten(map(instead, children, keys))
         if (node := walk.modules.get(key)) is None:
             continue
         made = vars(node) | (made if type(made) is dict else vars(made))
         data = _OWN.union(str(of[0]) for of in keys)
-        vars(copies[key]).update(
-            (name, x if name in data or type(x) in PLAIN else held.put(x, node, name))
-            for name, x in made.items()
-        )
+        vars(copies[key]).update(made)
+        for name, value in made.items():
+            if name not in data and type(value) not in PLAIN:
+                owner = f'{type(node).__name__}.{name}'
+                vars(copies[key])[name] = held.put(value, owner)
     return copies.get(id(walk.tree), made)
 
 

@@ -1,8 +1,12 @@
 """What modules hold outside of the graph, and modules that share modules."""
 
+import collections
 import dataclasses
 import functools
+import gc
 import itertools
+import logging
+import weakref
 from typing import Any
 
 import jax
@@ -11,6 +15,7 @@ import pytest
 
 import flax_sg as sg
 from flax_sg import errors, nnx
+from flax_sg.nnx import held
 from flax_sg.trees import ways
 from tests.helpers import oracle
 from tests.helpers.nnx_by_hand import Layer, X, total, zeros
@@ -84,7 +89,65 @@ class WithoutPytree(Base, pytree=False):
         return self.run(self.again[1](self.body, x))
 
 
-HELD = [CachedList, CachedModule, CachedVariable, Partial, BoundMethod, WithoutPytree]
+class WeakReferences(Base):
+    """Children that know their parent, and do not keep it alive."""
+
+    def finish(self):
+        self.body.around, self.head.around = weakref.ref(self), weakref.proxy(self)
+
+    def features(self, x):
+        return self.body.around().head(self.head.around.body(x))
+
+
+class Handlers(Base):
+    """Containers of every kind, which hold each other."""
+
+    def finish(self):
+        self.run = collections.defaultdict(list, {self.head: 'head'})
+        self.run['again'] = [self.run, {self.body}]
+
+    def features(self, x):
+        [head] = (node for node in self.run if node != 'again')
+        [body] = self.run['again'][0]['again'][1]
+        return head(body(x))
+
+
+class ModuleOutside(Base):
+    """A module that a property made holds others in what is static in it."""
+
+    @functools.cached_property
+    def outside(self):
+        node = nnx.Module()
+        node.around, node.run = weakref.ref(node), functools.partial(self.head)
+        return node
+
+    def features(self, x):
+        return self.outside.around().run(self.body(x))
+
+
+class InData(Base):
+    """A list with an array in it is data, and so is a function beside."""
+
+    def finish(self):
+        self.several = nnx.data([jnp.ones(2), functools.partial(self.head)])
+
+    def features(self, x):
+        return self.several[1](self.body(x))
+
+
+class TwoThatShare(Base):
+    def finish(self):
+        self.run = [functools.partial(self.head)]
+        self.again = {'run': self.run}
+
+    def features(self, x):
+        return self.again['run'][0](self.body(x))
+
+
+HELD = [
+    *(CachedList, CachedModule, CachedVariable, Partial, BoundMethod, WithoutPytree),
+    *(WeakReferences, Handlers, ModuleOutside, InData, TwoThatShare),
+]
 
 
 @pytest.mark.every_case
@@ -138,7 +201,75 @@ def in_default(layer: Any) -> Any:
     return lambda x, layer=layer: layer(x)
 
 
-@pytest.mark.parametrize('make', [jitted, Plain, in_default])
+def deep(layer: Any) -> Any:
+    run = layer.__call__
+    for _ in range(5):
+        run = lambda x, run=run: run(x)  # noqa: E731
+        run = Plain(functools.wraps(run)(lambda x, run=run: run(x)))
+    return run
+
+
+class Slots:
+    __slots__ = ('layer',)
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __call__(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+def through_slots(layer: Any) -> Any:
+    return {'run': Slots(layer)}['run'].__call__
+
+
+class Table(dict[str, Any]):
+    def __call__(self, x: Any) -> Any:
+        return self['layer'](x)
+
+
+def in_a_dict_of_its_own_class(layer: Any) -> Any:
+    return Table(layer=layer)
+
+
+def in_a_weak_dict(layer: Any) -> Any:
+    known = weakref.WeakValueDictionary({0: layer})
+    return lambda x: known[0](x)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=['scale'], meta_fields=['fn']
+)
+@dataclasses.dataclass
+class Node:
+    """A node of JAX, with something static in it."""
+
+    scale: Any
+    fn: Any
+
+    def __call__(self, x: Any) -> Any:
+        return self.fn(x)
+
+
+def static_in_a_node(layer: Any) -> Any:
+    return Node('none', layer.__call__)
+
+
+def many_in_a_row(layer: Any) -> Any:
+    run = layer.__call__
+    for _ in range(3000):
+        run = Plain(run)
+    return lambda x: run and layer(x)
+
+
+MAKE = [
+    *(jitted, Plain, in_default, deep, through_slots, in_a_dict_of_its_own_class),
+    *(in_a_weak_dict, static_in_a_node, many_in_a_row),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('make', MAKE)
 def test_what_cannot_be_made_anew_raises(make):
     class Model(Base):
         def finish(self):
@@ -154,6 +285,64 @@ def test_what_cannot_be_made_anew_raises(make):
     # What it reads is as before.
     view = nnx.stop_gradient(model, 'body/*')
     oracle.assert_same(total(view), total(model))
+
+
+@pytest.mark.parametrize('names', ['ab', 'ba'])
+def test_the_order_of_attributes_makes_no_difference(names):
+    """What was looked at on the way to something else is looked at again."""
+
+    class Model(Base):
+        def finish(self):
+            direct = lambda x: self.head(x)  # noqa: E731
+            around = lambda x: direct(x)  # noqa: E731
+            loop = [lambda: loop, around]
+            for name in names:
+                setattr(self, name, {'a': direct, 'b': loop}[name])
+
+    model = Model()
+    model.finish()
+    with pytest.raises(errors.ArgumentTypeError, match=r'Model\.[ab] holds modules of'):
+        nnx.stop_gradient(model, 'head/*')
+
+
+def test_words_are_not_looked_at_one_by_one(monkeypatch):
+    class Model(Base):
+        def finish(self):
+            names = [f'w{n}' for n in range(100)]
+            self.tokenizer = Plain({name: n for n, name in enumerate(names)})
+            self.tokenizer.merges = {(a, b): 1.0 for a in names for b in names[:2]}
+            self.tokenizer.names = names
+
+    model, met = Model(), []
+    model.finish()
+    gc.collect()  # From now on Python knows of tuples that hold no objects.
+    take_apart = held._take_apart
+    monkeypatch.setattr(held, '_take_apart', lambda x: met.append(x) or take_apart(x))
+    nnx.stop_gradient(model, 'head/*')
+    assert len([x for x in met if type(x) is not tuple]) < 10
+    model.tokenizer.names.append(model.head.__call__)
+    with pytest.raises(errors.ArgumentTypeError, match=r'Model\.tokenizer holds'):
+        nnx.stop_gradient(model, 'head/*')
+
+
+def test_a_logger_leads_to_no_model():
+    """It leads to all loggers, and some keep what was logged."""
+
+    class Keeps(logging.Handler):
+        def emit(self, record):
+            self.record = record
+
+    logger = logging.getLogger('test_nnx_held')
+    logger.addHandler(Keeps())
+
+    class Model(Base):
+        def finish(self):
+            self.logger = logger
+            logger.warning('%s', self.head)
+
+    model = Model()
+    model.finish()
+    assert nnx.stop_gradient(model, 'head/*').logger is logger
 
 
 # Modules that share modules, level by level
