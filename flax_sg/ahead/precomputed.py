@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import linen
 
 from flax_sg import errors, filters
-from flax_sg.ahead.split import Split, split
-from flax_sg.trees.leaves import Leaves, arguments_of, is_absent, leaves_of
+from flax_sg.ahead.arguments import Argument, check
+from flax_sg.ahead.split import Split, Step, split
+from flax_sg.internals import jaxprs
+from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of
 from flax_sg.trees.trainable import DECLARED, Declared, chosen
+
+Name = int | str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,78 +25,93 @@ class Precomputed:
     """A function in two, see ``precompute``."""
 
     _split: Split
-    _trees: dict[int, Leaves]
-    _first: dict[tuple[int, int], tuple[int, ...]]
+    _arguments: dict[Name, Argument]
     _params: tuple[int, ...]
-    _each: tuple[int, ...]
+    _each: tuple[Name, ...]
     _out: Any
 
     @property
     def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shapes of what is kept."""
-        avals = (self._split.avals[n] for n in self._split.kept)
-        return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
+        return tuple(jaxprs.shape_of(self._split.avals[n]) for n in self._split.kept)
 
-    def early(self, *args: Any) -> list[Any]:
+    def early(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Computes once what is kept, of the arguments but for those in ``each=``."""
-        numbers = [n for n in self._trees if n not in self._each]
-        values = self._values(numbers, args, 'early')
-        return self._split.run(self._split.early, values, self._split.kept)
+        names = [name for name in self._arguments if name not in self._each]
+        values = self._values('early', names, args, kwargs)
+        return self._run('early', self._split.early, values, self._split.kept)
 
-    def late(self, *args: Any) -> Any:
+    def late(self, *args: Any, **kwargs: Any) -> Any:
         """The function, of its parameters, what is kept, and what is in ``each=``."""
         first = len(self._params)
-        numbers = [*self._params, *self._each]
-        if len(args) != len(numbers) + 1:
-            raise TypeError(self._miscounted('late', len(numbers) + 1, len(args)))
-        values = self._values(numbers, (*args[:first], *args[first + 1 :]), 'late')
+        names: list[Name] = [*self._params, *self._each]
+        if len(args) <= first:
+            raise self._miscounted('late', names, 1)
+        others = (*args[:first], *args[first + 1 :])
+        values = self._values('late', names, others, kwargs, 1)
         kept = jax.tree.leaves(args[first])
-        if [(x.shape, x.dtype) for x in kept] != [
-            (x.shape, x.dtype) for x in self.kept
-        ]:
+        if len(kept) != len(self._split.kept):
             raise errors.ArgumentTypeError(
-                'What is kept has other shapes than precompute was traced with.\n'
-                'Give what early returned for arguments of these shapes, or call '
-                'sg.precompute again with the new shapes.'
+                f'What is kept has {len(kept)} arrays, and {len(self._split.kept)} '
+                'were traced.\n'
+                f'Give what early returned as argument {first} of late.'
             )
+        for n, (slot, array) in enumerate(zip(self._split.kept, kept, strict=True)):
+            check(f'Array {n} of what is kept', array, self._split.avals[slot])
         values.update(zip(self._split.kept, kept, strict=True))
-        out = self._split.run(self._split.late, values, self._split.outputs)
+        out = self._run('late', self._split.late, values, self._split.outputs)
         return jax.tree.unflatten(self._out, out)
 
-    def _miscounted(self, name: str, right: int, given: int) -> str:
-        return f'{name} takes {right} arguments, and was given {given}.'
+    def _run(
+        self, part: str, steps: Sequence[Step], values: dict[int, Any], asked: Any
+    ) -> list[Any]:
+        known = {*values, *self._split.constants}
+        for step in (*steps, None):
+            read = step.read() if step else [x for x in asked if isinstance(x, int)]
+            if missing := {*read} - known:
+                slot = min(missing)
+                line = jaxprs.source_of(step.eqn) if step else ''
+                raise errors.AbsentLeafError(
+                    f'{self._name_of(slot)} is ABSENT, and {part} reads it'
+                    f'{" at " + line if line else ""}.\n'
+                    'Give its value. ABSENT may be what a part does not read.'
+                )
+            known.update(step.outs if step else ())
+        return self._split.run(steps, values, asked)
+
+    def _name_of(self, slot: int) -> str:
+        places = (
+            argument.at(number)
+            for argument in self._arguments.values()
+            for number, slots in enumerate(argument.slots)
+            if slot in slots
+        )
+        return next(places)
 
     def _values(
-        self, numbers: Sequence[int], args: Sequence[Any], name: str
+        self,
+        part: str,
+        names: Sequence[Name],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        kept: int = 0,
     ) -> dict[int, Any]:
         """The inputs of the program that some arguments hold."""
-        if len(args) != len(numbers):
-            raise TypeError(self._miscounted(name, len(numbers), len(args)))
+        positions = [name for name in names if isinstance(name, int)]
+        words = {name for name in names if isinstance(name, str)}
+        if len(args) != len(positions) or words != {*kwargs}:
+            raise self._miscounted(part, names, kept)
+        given = {**dict(zip(positions, args, strict=True)), **kwargs}
         values: dict[int, Any] = {}
-        for n, arg in zip(numbers, args, strict=True):
-            traced, given = self._trees[n], leaves_of(arg)
-            if given.treedef != traced.treedef:
-                raise errors.ArgumentTypeError(
-                    f'Argument {n} has another structure than precompute was traced '
-                    f'with.\nIt was {traced.treedef}, and is {given.treedef}.\n'
-                    'Give such a tree, with sg.ABSENT where a leaf is not read.'
-                )
-            for k, leaf in enumerate(given.values):
-                slots = self._first.get((n, k), ())
-                if is_absent(leaf):
-                    continue
-                for slot, array in zip(slots, jax.tree.leaves(leaf), strict=True):
-                    aval = self._split.avals[slot]
-                    if jax.typeof(array).shape != aval.shape or (
-                        jax.typeof(array).dtype != aval.dtype
-                    ):
-                        raise errors.ArgumentTypeError(
-                            f'{traced.paths[k] or "An array"} in argument {n} is '
-                            f'{jax.typeof(array)}, and was traced as {aval}.\n'
-                            'Call sg.precompute again with the new shapes.'
-                        )
-                    values[slot] = array
+        for name, arg in given.items():
+            values.update(self._arguments[name].values(arg, self._split.avals))
         return values
+
+    def _miscounted(self, part: str, names: Sequence[Name], kept: int) -> TypeError:
+        titles = [self._arguments[name].title for name in names]
+        first = len(self._params)
+        titles = [*titles[:first], 'what is kept', *titles[first:]] if kept else titles
+        return TypeError(f'{part} takes {", ".join(titles)}.')
 
 
 def precompute(
@@ -100,7 +120,8 @@ def precompute(
     *args: Any,
     argnums: int | Sequence[int] = 0,
     wrt: filters.Where | Declared = DECLARED,
-    each: int | Sequence[int] = (),
+    each: Name | Sequence[Name] = (),
+    **kwargs: Any,
 ) -> Precomputed:
     """Splits a function: what depends on nothing that changes is computed once.
 
@@ -116,69 +137,97 @@ def precompute(
     >>> sg.grad(ahead.late, wrt='head')(params, kept)
     {'body': ABSENT, 'head': Array([12., 12.], dtype=float32)}
 
+    Nothing is computed here: the function is traced once, on shapes. ``early`` and
+    ``late`` are functions of arrays as any other, for ``jax.jit``, ``jax.vmap`` and
+    ``sg.grad``. Values are those of ``fun``; jitted, they may differ in the last bits.
+
     Args:
-        fun: a function of arrays, without effects in what is computed once.
+        fun: a function of arrays, without effects in what is computed once; or an
+            unbound module for its ``apply``, as for ``sg.live``.
         params: its first argument, or the shapes.
         *args: its other arguments, or their shapes. Those not in ``each`` are data.
+            Python numbers in data are constants, such as ``train=True``.
         argnums: which arguments hold the parameters.
         wrt: the parameters that are trained: those that change from step to step. A
-            leaf of which some rows are trained changes as a whole.
-        each: the numbers of other arguments that change: keys, a step, a state.
+            leaf of which some rows are trained changes as a whole. Give what
+            ``sg.live`` returns; by default all parameters change.
+        each: the positions, or names, of other arguments that change: keys, a step, a
+            state.
+        **kwargs: keyword arguments of the function. They are given by name to
+            ``early``, or to ``late`` if they are in ``each``.
 
     Returns:
         An object with two functions. ``early`` takes the arguments but for those in
         ``each``, and returns what is kept. ``late`` takes the arguments of
-        ``argnums``, then what is kept, then those in ``each``.
+        ``argnums``, then what is kept, then those in ``each``. What one of them does
+        not read may be ``sg.ABSENT``: frozen weights of ``late``.
 
     Raises:
-        ArgumentTypeError: when ``each`` names parameters, when an effect would be
-            computed once, or for arguments of another structure or shape than traced.
+        ArgumentTypeError: when ``each`` names parameters or no argument, when an effect
+            would be computed once, or for arguments of another structure or shape than
+            traced.
+        AbsentLeafError: at the call, when a leaf is ABSENT that is read.
     """
     args = (params, *args)
     own = arguments_of(args, argnums)
-    count = len(args)
-    each = [each] if isinstance(each, int) else each
-    changing = tuple(range(count)[n] for n in each)
-    if own.keys() & set(changing):
-        raise errors.ArgumentTypeError(
-            f'each={tuple(each)} names argument {min(own.keys() & set(changing))}, '
-            'which holds the parameters.\nWhich of them change, wrt= says.\n'
-            'Leave it out of each=.'
-        )
+    changing = _names(each, len(args), kwargs, own)
     trained = dict(zip(own, chosen([*own.values()], wrt), strict=True))
-    trees = {n: leaves_of(arg) for n, arg in enumerate(args)}
-    inputs = {
-        (n, k): leaf
-        for n, tree in trees.items()
-        for k, leaf in enumerate(tree.values)
-        if hasattr(leaf, 'shape') or (isinstance(leaf, (int, float, complex)))
+    trees: dict[Name, Leaves] = dict(enumerate(map(leaves_of, args)))
+    trees.update({name: leaves_of(arg) for name, arg in kwargs.items()})
+    inputs: list[Any] = []
+    arguments = {
+        name: Argument.of(name, tree, inputs, name in own or name in changing)
+        for name, tree in trees.items()
     }
     form: list[Any] = []
+    run = fun.apply if isinstance(fun, linen.Module) else fun
 
-    def of_leaves(leaves: dict[tuple[int, int], Any]) -> list[Any]:
-        out = fun(
-            *(
-                tree.restore(leaves.get((n, k), x) for k, x in enumerate(tree.values))
-                for n, tree in trees.items()
-            )
-        )
+    def of_arrays(arrays: list[Any]) -> list[Any]:
+        given = {name: arguments[name].restored(trees[name], arrays) for name in trees}
+        words = {name: given[name] for name in kwargs}
+        out = run(*(given[n] for n in range(len(args))), **words)
         values, treedef = jax.tree.flatten(out)
         form.append(treedef)
         return values
 
-    program = jax.make_jaxpr(of_leaves)(inputs)
-    first: dict[tuple[int, int], tuple[int, ...]] = {}
-    changes, is_data = list[bool](), list[bool]()
-    for n, k in sorted(inputs):
-        some = range(len(changes), len(changes) + len(jax.tree.leaves(inputs[n, k])))
-        first[n, k] = tuple(some)
-        is_changing = n in changing or (n in own and bool(trained[n][k]))
-        changes += [is_changing] * len(some)
-        is_data += [n not in own] * len(some)
+    program = jax.make_jaxpr(of_arrays)(inputs)
+    changes, is_data = [False] * len(inputs), [False] * len(inputs)
+    for name, argument in arguments.items():
+        for number, slots in enumerate(argument.slots):
+            for slot in slots:
+                is_trained = name in own and bool(trained[name][number])
+                changes[slot] = is_trained or name in changing
+                is_data[slot] = name not in own
     parts = split(program, changes, is_data)
     if not parts.kept:
         warnings.warn(
             'Nothing is kept: all that fun computes from data reads what changes.',
             stacklevel=2,
         )
-    return Precomputed(parts, trees, first, tuple(own), changing, form[0])
+    return Precomputed(parts, arguments, tuple(own), changing, form[0])
+
+
+def _names(
+    each: Name | Sequence[Name], count: int, kwargs: Mapping[str, Any], own: Any
+) -> tuple[Name, ...]:
+    """The arguments that ``each=`` names, in the order in which it does."""
+    names = [each] if isinstance(each, (int, str)) else [*each]
+    found: list[Name] = []
+    for name in names:
+        if isinstance(name, int) and -count <= name < count:
+            found.append(name % count)
+        elif name in kwargs:
+            found.append(name)
+        else:
+            raise errors.ArgumentTypeError(
+                f'each={each!r} names {name!r}, and fun gets {count} arguments'
+                f'{" and " + ", ".join(kwargs) if kwargs else ""}.\n'
+                'Give positions, counted from 0, or names of keyword arguments.'
+            )
+        if found[-1] in own:
+            raise errors.ArgumentTypeError(
+                f'each={each!r} names argument {name}, which holds the parameters.\n'
+                'Which of them change, wrt= says.\n'
+                'Leave it out of each=.'
+            )
+    return tuple(dict.fromkeys(found))

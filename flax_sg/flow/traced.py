@@ -69,7 +69,7 @@ def traced(
         (n, k): leaf
         for n, tree in trees.items()
         for k, leaf in enumerate(tree.values)
-        if _is_array(leaf) or (n in own and is_differentiable(leaf))
+        if holds_arrays(leaf) or (n in own and is_differentiable(leaf))
     }
     if not any(n in own for n, _ in inputs):
         raise errors.ArgumentTypeError(
@@ -182,7 +182,7 @@ def _stopped(leaf: Any, said: bool | filters.Part, path: Path) -> Any:
         return filters.merged(said, leaf, fixed, path) if said else fixed
 
 
-def _is_array(leaf: Any) -> bool:
+def holds_arrays(leaf: Any) -> bool:
     """Whether a leaf is an array for JAX; ``NonDifferentiable`` has arrays in it."""
     arrays = jax.tree.leaves(leaf)
     return bool(arrays) and all(

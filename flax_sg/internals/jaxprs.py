@@ -61,12 +61,16 @@ def is_plain_jit(eqn: Any) -> bool:
     """Whether an equation is a ``jax.jit`` that says no more than its body does."""
     if eqn.primitive.name not in JITTED:
         return False
-    params = eqn.params
-    shardings = (*params['in_shardings'], *params['out_shardings'])
-    layouts = (*params.get('in_layouts', ()), *params.get('out_layouts', ()))
-    plain = all(type(x).__name__ == 'UnspecifiedValue' for x in shardings)
-    is_set = any(x is not None for x in layouts) or params.get('compiler_options_kvs')
-    return plain and not is_set and not any(params['donated_invars'])
+    shardings = _parameters(eqn, 'in_shardings', 'out_shardings')
+    options = _parameters(eqn, 'in_layouts', 'out_layouts', 'compiler_options_kvs')
+    is_free = all(type(x).__name__ == 'UnspecifiedValue' for x in shardings)
+    is_set = any(x is not None for x in options)
+    return is_free and not is_set and not any(_parameters(eqn, 'donated_invars'))
+
+
+def _parameters(eqn: Any, *names: str) -> list[Any]:
+    """What is in some tuples among the parameters of an equation."""
+    return [x for name in names for x in eqn.params.get(name, ())]
 
 
 def is_ref(var: Any) -> bool:
@@ -81,6 +85,16 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     if mesh is not None and not mesh.empty:
         options['sharding'] = aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **options)
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The axes of a ``jax.shard_map`` along which the values of a type differ.
+
+    It knows none with ``check_vma=False``. jax 0.9 gave the attribute another name.
+    """
+    if hasattr(aval, 'vma'):
+        return aval.vma
+    return getattr(getattr(aval, 'manual_axis_type', None), 'varying', frozenset())
 
 
 class Checkpoint(NamedTuple):

@@ -1,0 +1,180 @@
+"""The arguments of a function that was traced, and what is given in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from flax_sg import errors
+from flax_sg.errors.texts import shown
+from flax_sg.flow.traced import holds_arrays
+from flax_sg.internals import jaxprs
+from flax_sg.trees.leaves import (
+    ABSENT,
+    Leaves,
+    is_absent,
+    is_whole,
+    leaves_of,
+)
+
+
+class Argument(NamedTuple):
+    """An argument: its structure, and what stands for its leaves. It keeps no array.
+
+    Attributes:
+        name: its position, or its name if it is given by name.
+        treedef: its structure.
+        paths: the path of each leaf.
+        slots: for each leaf the inputs of the program that hold its arrays; empty for a
+            leaf that is a constant of the trace.
+        constants: these leaves by their number. Others in their place are refused.
+    """
+
+    name: int | str
+    treedef: Any
+    paths: list[str]
+    slots: list[tuple[int, ...]]
+    constants: dict[int, Any]
+
+    @classmethod
+    def of(
+        cls, name: int | str, tree: Leaves, inputs: list[Any], is_traced: bool
+    ) -> Argument:
+        """Takes an argument apart, and adds its arrays to the inputs of a program.
+
+        Args:
+            name: its position or its name.
+            tree: its leaves.
+            inputs: the inputs so far.
+            is_traced: whether numbers of Python are traced, too. In data they are
+                constants, as for ``sg.live``.
+        """
+        slots, constants = list[tuple[int, ...]](), dict[int, Any]()
+        for number, leaf in enumerate(tree.values):
+            arrays = jax.tree.leaves(leaf)
+            slots.append(())
+            if holds_arrays(leaf) or (is_traced and _is_number(leaf)):
+                slots[-1] = tuple(range(len(inputs), len(inputs) + len(arrays)))
+                inputs += arrays
+            elif not is_absent(leaf):
+                constants[number] = leaf
+        return cls(name, tree.treedef, [*map(str, tree.paths)], slots, constants)
+
+    @property
+    def title(self) -> str:
+        """What the argument is called in a report or an error."""
+        return (
+            f'argument {self.name}' if isinstance(self.name, int) else f'{self.name}='
+        )
+
+    def restored(self, tree: Leaves, inputs: list[Any]) -> Any:
+        """The argument with the inputs of a program for its arrays."""
+        rows = zip(tree.values, self.slots, strict=True)
+        return tree.restore(
+            jax.tree.unflatten(jax.tree.structure(leaf), [inputs[n] for n in slots])
+            if slots
+            else leaf
+            for leaf, slots in rows
+        )
+
+    def values(self, given: Any, avals: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Yields the inputs of the program that an argument holds, with their numbers.
+
+        A leaf, or a whole subtree, may be ``ABSENT``.
+
+        Args:
+            given: the argument.
+            avals: the type of each input.
+
+        Raises:
+            ArgumentTypeError: if it is of another structure or type than was traced.
+        """
+        for number, leaf in enumerate(self._leaves(given)):
+            if is_absent(leaf):
+                continue
+            if number in self.constants:
+                self._check_constant(number, leaf)
+            arrays = jax.tree.leaves(leaf) if self.slots[number] else []
+            for slot, array in zip(self.slots[number], arrays, strict=True):
+                check(self.at(number), array, avals[slot])
+                yield slot, array
+
+    def _leaves(self, given: Any) -> list[Any]:
+        tree = leaves_of(given)
+        if tree.treedef == self.treedef:
+            return tree.values
+        skeleton = jax.tree.unflatten(self.treedef, range(len(self.paths)))
+
+        def spread(one: Any, below: Any) -> Any:
+            return jax.tree.map(lambda _: ABSENT, below) if is_absent(one) else one
+
+        try:
+            whole = jax.tree.map(spread, tree.tree, skeleton, is_leaf=is_whole)
+        except (ValueError, TypeError):
+            whole = None
+        values, treedef = jax.tree.flatten(whole, is_leaf=is_whole)
+        if treedef == self.treedef:
+            return values
+        lacking = {*self.paths} - {*tree.paths} or {''}
+        more = {*tree.paths} - {*self.paths} or {''}
+        raise errors.ArgumentTypeError(
+            f'The tree in {self.title} is not the one that precompute was traced '
+            f'with: it lacks {min(lacking) or "nothing"}, and has '
+            f'{min(more) or "nothing"} besides.\n'
+            'Give such a tree, with sg.ABSENT for a leaf or a subtree that is not read.'
+        )
+
+    def _check_constant(self, number: int, leaf: Any) -> None:
+        traced = self.constants[number]
+        try:
+            is_same = leaf is traced or bool(leaf == traced)
+        except Exception:  # A class of the user may compare in any way.
+            is_same = False
+        if not is_same:
+            raise errors.ArgumentTypeError(
+                f'{self.at(number)} is {shown(leaf)}, and was {shown(traced)} when '
+                'precompute traced the function: it is a constant of the split.\n'
+                'Call sg.precompute again, or give an array.'
+            )
+
+    def at(self, number: int) -> str:
+        """Where a leaf is, for an error."""
+        path = self.paths[number]
+        if path:
+            return f'{path} in {self.title}'
+        return self.title.replace('argument', 'Argument')
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (float, complex, int)) and not isinstance(leaf, bool)
+
+
+def check(where: str, array: Any, aval: Any) -> None:
+    """Raises if an array is not of the type that was traced.
+
+    Args:
+        where: what is there, for the error.
+        array: what is given.
+        aval: the type that was traced.
+
+    Raises:
+        ArgumentTypeError: if it is of another shape or dtype, or only one of the two is
+            a shard in ``jax.shard_map``.
+    """
+    found = jax.typeof(array)
+    if (found.shape, found.dtype) != (aval.shape, aval.dtype):
+        raise errors.ArgumentTypeError(
+            f'{where} is {found.str_short()}, and was traced as {aval.str_short()}.\n'
+            'Call sg.precompute again with the new shapes.'
+        )
+    if jaxprs.varying_axes(found) != jaxprs.varying_axes(aval):
+        raise errors.ArgumentTypeError(
+            f'{where} is a shard here, and was none when precompute traced the '
+            'function.\n'
+            'jax.shard_map adds collectives while it traces a function, and early and '
+            'late are traced already.\n'
+            'Write jax.shard_map(..., check_vma=False), or call sg.precompute in the '
+            'mapped function.'
+        )

@@ -1,0 +1,281 @@
+"""What ``early`` and ``late`` take and go through: arguments, models, transforms."""
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_sg as sg
+from flax_sg import linen as nn
+from flax_sg.ahead import precompute
+
+PARAMS: Any = {
+    'body': {'w': jax.random.normal(jax.random.key(0), (4, 4)) / 2},
+    'head': {'w': jax.random.normal(jax.random.key(1), (4, 2)) / 2},
+}
+X = jax.random.normal(jax.random.key(2), (3, 4))
+KEY = jax.random.key(3)
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ params['body']['w']) @ params['head']['w'])
+
+
+def products(fun: Any, *args: Any) -> int:
+    """How many products a function computes, wherever they stand in it."""
+    return str(jax.make_jaxpr(fun)(*args)).count('dot_general[')
+
+
+def assert_same(ours: Any, right: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(right)
+    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_several_trees_of_parameters():
+    """``argnums=`` and ``wrt=`` name them as they do for ``sg.grad``."""
+
+    def fun(x: Any, body: Any, head: Any) -> Any:
+        return loss({'body': body, 'head': head}, x)
+
+    args = X, PARAMS['body'], PARAMS['head']
+    ahead = precompute(fun, *args, argnums=(1, 2), wrt='2/**')
+    assert [k.shape for k in ahead.kept] == [(3, 4)]
+    kept = ahead.early(*args)
+    grad = sg.grad(ahead.late, argnums=(0, 1), wrt='1/**')
+    right = sg.grad(fun, argnums=(1, 2), wrt='2/**')(*args)
+    assert_same(grad(sg.ABSENT, PARAMS['head'], kept), (sg.ABSENT, right[1]))
+    assert_same(grad(*args[1:], kept), right)
+
+
+def test_auxiliary_outputs():
+    """They come back in the pair, computed once or not."""
+
+    def fun(params: Any, x: Any) -> Any:
+        features = x @ params['body']['w']
+        return jnp.sum(features @ params['head']['w']), {'f': features, 'n': 3, 'x': x}
+
+    ahead = precompute(fun, PARAMS, X, wrt='head/**')
+    kept = ahead.early(PARAMS, X)
+    both = sg.value_and_grad(ahead.late, wrt='head/**', has_aux=True)(PARAMS, kept)
+    right = sg.value_and_grad(fun, wrt='head/**', has_aux=True)(PARAMS, X)
+    assert_same(both, right)
+
+
+def test_keyword_arguments_are_given_by_name():
+    """Those in ``each=`` to ``late``, the others to ``early``; flags are constants."""
+
+    def fun(params: Any, x: Any, *, train: bool, mask: Any, key: Any) -> Any:
+        y = (x @ params['body']['w']) * mask
+        return loss(params, y + jax.random.normal(key, y.shape) if train else y)
+
+    words = {'train': True, 'mask': jnp.ones((3, 4)).at[1].set(0), 'key': KEY}
+    ahead = precompute(fun, PARAMS, X, wrt='head/**', each='key', **words)
+    key = words.pop('key')
+    kept = ahead.early(PARAMS, X, **words)
+    assert_same(ahead.late(PARAMS, kept, key=key), fun(PARAMS, X, key=key, **words))
+    with pytest.raises(
+        sg.errors.ArgumentTypeError, match='train= is False, and was True'
+    ):
+        ahead.early(PARAMS, X, train=False, mask=words['mask'])
+    with pytest.raises(TypeError, match='early takes argument 0, argument 1, train='):
+        ahead.early(PARAMS, X, train=True)
+    with pytest.raises(TypeError, match='late takes argument 0, what is kept, key='):
+        ahead.late(PARAMS, kept)
+
+
+class Model(nn.Module):
+    """A frozen tower with dropout and a normalization, behind it a head."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = True) -> Any:
+        with nn.stop_gradient('tower/**'):
+            x = nn.Dense(4, name='tower')(x)
+        x = nn.Frozen(nn.BatchNorm(use_running_average=False), state='eval')(x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(2, name='head')(nn.mirror(nn.Dense(4, name='second'))(x) + x)
+
+
+@pytest.mark.parametrize('train', (True, False))
+def test_a_model_of_linen(train: bool):
+    """Blocks, ``Frozen``, a mirror, dropout of a key that changes."""
+    model = Model()
+    variables = model.init({'params': KEY, 'dropout': KEY}, X)
+
+    def fun(params: Any, x: Any, key: Any) -> Any:
+        rest = {**variables, 'params': params}
+        return jnp.mean(model.apply(rest, x, train, rngs={'dropout': key}) ** 2)
+
+    params = variables['params']
+    live = sg.live(fun, params, X, KEY)
+    ahead = precompute(fun, params, X, KEY, wrt=live, each=2)
+    kept = ahead.early(params, X)
+    away = sg.partition(params, live)[0]
+    ours = sg.value_and_grad(ahead.late, wrt=live)
+    right = sg.value_and_grad(fun, wrt=live)(params, X, KEY)
+    assert_same(ours(params, kept, KEY), right)
+    if not train:  # The second tower reads what dropout leaves.
+        assert_same(ours(away, kept, KEY), right)
+    other = jax.random.key(17)
+    assert_same(
+        ours(params, kept, other), sg.value_and_grad(fun, wrt=live)(params, X, other)
+    )
+
+
+def test_a_module_in_place_of_a_function():
+    """Its ``apply`` is split, as ``sg.live`` takes it."""
+    model = nn.Sequential([nn.Frozen(nn.Dense(4)), nn.Dense(2)])
+    variables = model.init(KEY, X)
+    live = sg.live(model, variables, X)
+    ahead = precompute(model, variables, X, wrt=live)
+    kept = ahead.early(variables, X)
+    assert_same(ahead.late(variables, kept), model.apply(variables, X))
+    assert products(ahead.late, variables, kept) == 1
+
+
+class Net(nnx.Module):
+    """A body, a head, and statistics that nothing trains."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.body = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+        self.head = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(jnp.tanh(self.norm(self.body(x))))
+
+
+def test_a_model_of_nnx():
+    """It stands in the place of parameters, in ``early`` and in ``late``."""
+    model = Net(nnx.Rngs(0))
+
+    def fun(model: Any, x: Any) -> Any:
+        return jnp.mean(model(x) ** 2)
+
+    ahead = precompute(fun, model, X, wrt='head/**')
+    assert [k.shape for k in ahead.kept] == [(3, 4)]
+    kept = ahead.early(model, X)
+    value, grads = sg.value_and_grad(ahead.late, wrt='head/**')(model, kept)
+    right = sg.value_and_grad(fun, wrt='head/**')(model, X)
+    assert_same((value, grads), right)
+    assert products(lambda kernel: ahead.late(model, kept), 1.0) == 1
+    value = nnx.jit(lambda model, kept: ahead.late(model, kept))(model, kept)
+    assert_same(value, right[0])
+
+
+def test_transforms():
+    """``jit``, ``vmap`` over heads, ``scan`` over batches and second derivatives."""
+    ahead = precompute(loss, PARAMS, X, wrt='head/**')
+    batches = jnp.stack([X, 2 * X, -X])
+    kept = jax.jit(jax.vmap(ahead.early, (None, 0)))(PARAMS, batches)
+    right = jax.vmap(loss, (None, 0))(PARAMS, batches)
+    assert_same(jax.vmap(ahead.late, (None, 0))(PARAMS, kept), right)
+    scanned = jax.lax.scan(lambda c, k: (c, ahead.late(PARAMS, k)), 0, kept)[1]
+    assert_same(scanned, right)
+    one = ahead.early(PARAMS, X)
+    heads = jnp.stack([PARAMS['head']['w'], 3 * PARAMS['head']['w']])
+
+    def of(w: Any) -> Any:
+        return {'body': sg.ABSENT, 'head': {'w': w}}
+
+    def hand(w: Any) -> Any:
+        return loss({**PARAMS, 'head': {'w': w}}, X)
+
+    ours = jax.jit(jax.vmap(jax.grad(lambda w: ahead.late(of(w), one) ** 2)))(heads)
+    assert_same(ours, jax.vmap(jax.grad(lambda w: hand(w) ** 2))(heads))
+    hessian = jax.hessian(lambda w: jnp.sin(ahead.late(of(w), one)))(heads[0])
+    assert_same(hessian, jax.hessian(lambda w: jnp.sin(hand(w)))(heads[0]))
+
+
+def test_shard_map_and_shardings():
+    """Features of a batch over devices stay where they were computed."""
+    mesh = jax.make_mesh((2,), ('data',))
+    spec = jax.sharding.PartitionSpec('data')
+    x = jax.device_put(jnp.ones((4, 4)), jax.sharding.NamedSharding(mesh, spec))
+    ahead = precompute(loss, PARAMS, x, wrt='head/**')
+    [kept] = jax.jit(ahead.early)(PARAMS, x)
+    assert kept.sharding.is_equivalent_to(x.sharding, 2)
+    assert_same(jax.jit(ahead.late)(PARAMS, [kept]), loss(PARAMS, x))
+    part = precompute(loss, PARAMS, jnp.ones((2, 4)), wrt='head/**')
+
+    def each(params: Any, kept: Any) -> Any:
+        return jax.lax.pmean(part.late(params, kept), 'data')
+
+    none = jax.sharding.PartitionSpec()
+    mapped = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(none, spec), out_specs=none
+    )
+    ours = mapped(each, check_vma=False)(PARAMS, [kept])
+    assert_same(ours, loss(PARAMS, x))
+    with pytest.raises(sg.errors.ArgumentTypeError, match='check_vma=False'):
+        mapped(each)(PARAMS, [kept])
+
+    def whole(params: Any, x: Any) -> Any:
+        ahead = precompute(loss, params, x, wrt='head/**')
+        return jax.lax.pmean(ahead.late(params, ahead.early(params, x)), 'data')
+
+    assert_same(mapped(whole)(PARAMS, x), loss(PARAMS, x))
+
+
+def test_types_of_arrays():
+    """bfloat16, numpy arrays, integers, and typed keys as data."""
+
+    def fun(params: Any, ids: Any, key: Any) -> Any:
+        table = params['body']['w'].astype(jnp.bfloat16)
+        x = table[ids] + jax.random.normal(key, (len(ids), 4), jnp.bfloat16)
+        return jnp.sum(x @ params['head']['w'].astype(jnp.bfloat16))
+
+    ids = np.array([1, 0, 3])
+    ahead = precompute(fun, PARAMS, ids, KEY, wrt='head/**')
+    assert [(k.shape, k.dtype) for k in ahead.kept] == [((3, 4), jnp.bfloat16)]
+    kept = ahead.early(PARAMS, ids, KEY)
+    right = sg.grad(fun, wrt='head/**')(PARAMS, ids, KEY)
+    assert_same(sg.grad(ahead.late, wrt='head/**')(PARAMS, kept), right)
+    changing = precompute(fun, PARAMS, ids, KEY, wrt='head/**', each=[2])
+    kept = changing.early(PARAMS, ids)
+    assert_same(changing.late(PARAMS, kept, KEY), fun(PARAMS, ids, KEY))
+
+
+def test_keys_are_kept():
+    """A typed key that is split once is as good as its bits."""
+
+    def fun(params: Any, key: Any) -> Any:
+        keys = jax.random.split(key, 3)
+        noise = jax.random.normal(keys[0], (2,)) * params['head']['w'][0]
+        return jnp.sum(noise), keys
+
+    ahead = precompute(fun, PARAMS, KEY, wrt='head/**')
+    kept = ahead.early(PARAMS, KEY)
+    value, keys = ahead.late(PARAMS, kept)
+    right, right_keys = fun(PARAMS, KEY)
+    assert_same(value, right)
+    assert (keys == right_keys).all()
+
+
+def test_a_subtree_may_be_absent():
+    """Frozen weights need not be on the device; those that are read, have to be."""
+    ahead = precompute(loss, PARAMS, X, wrt='head/**')
+    kept = ahead.early({**PARAMS, 'head': sg.ABSENT}, X)
+    away = {**PARAMS, 'body': sg.ABSENT}
+    assert_same(ahead.late(away, kept), loss(PARAMS, X))
+    with pytest.raises(
+        sg.errors.AbsentLeafError, match='body/w in argument 0 is ABSENT, and early'
+    ):
+        ahead.early(away, X)
+
+
+def test_no_array_is_held():
+    """A split keeps shapes: 8 billion frozen weights can leave the device."""
+    params = jax.tree.map(lambda x: x + 1, PARAMS)
+    ahead = precompute(loss, params, X, wrt='head/**')
+    refs = [weakref.ref(x) for x in jax.tree.leaves(params)]
+    del params
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
+    assert ahead.kept
