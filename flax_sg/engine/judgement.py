@@ -37,6 +37,9 @@ def judge(block: Block, reads: bool) -> None:
     _meet_the_rest(block)
     error = verdict(block)
     root = None if block.owner is None else root_of(block.owner)
+    if error and root is not None:
+        _meet_state(block, root)
+        error = verdict(block)
     if error and root is not None and root.initializing:
         # During initialization variables are still missing: ``settle`` judges later.
         root.pending.append((block, sys.exception()))
@@ -73,8 +76,32 @@ def verdict(block: Block) -> errors.FlaxSGError | None:
     beside = block.lease.number.history.beside
     if not is_certain(block) and block.decisions.keys() <= beside:
         return None
-    paths = {path.key: path for path, _ in block.decisions.values()}
+    decisions = [*block.decisions.values()]
+    for held in _holding_state(block):
+        decisions += held.decisions.values()
+    paths = {path.key: path for path, _ in decisions}
     return _unused(block, list(paths.values()))
+
+
+def _holding_state(block: Block) -> Sequence[Block]:
+    """The block by which the wrapper of a block holds state, with the same filter.
+
+    A name may be that of a layer which has state alone, and no parameters.
+    """
+    around = block.outer[-1:] if block.tree is not None else ()
+    return [
+        held
+        for held in around
+        if held.rewrite.rule.acts_on == 'nothing'
+        and held.rewrite.where is block.rewrite.where
+    ]
+
+
+def _meet_state(block: Block, root: Root) -> None:
+    """Asks about state, which a filter need not know unless it names nothing else."""
+    for held in _holding_state(block):
+        for path, variables in root.parts:
+            _meet(held, root, path, variables)
 
 
 def is_certain(block: Block) -> bool:
@@ -171,6 +198,7 @@ def settle(root: Root, handled: BaseException | None) -> None:
             error = verdict(block)
             if error:  # Nobody sees ``init`` read what a module outside keeps.
                 meet(block, root, outside=True)
+                _meet_state(block, root)
             if error and verdict(block):
                 block.lease.discard()
                 raise error

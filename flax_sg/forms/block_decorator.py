@@ -17,10 +17,11 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 
 from flax.core.scope import Scope
+from flax.linen import nowrap
 
 from flax_sg import errors, filters
 from flax_sg.engine import contents, opening
-from flax_sg.errors.texts import wrong_argument
+from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters import tokens
 from flax_sg.forms import wrappers
 from flax_sg.internals import frames, modules
@@ -70,8 +71,8 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
                 of a ``with`` statement in the first line of the function. A Module
                 class (or ``functools.partial`` of one): paths are relative to each
                 module of the class. A module is wrapped, see ``nn.Frozen``.
-            methods: for a class, the names of the methods to lift. By default
-                ``'__call__'``.
+            methods: for a class, the names of the methods to lift, or of properties.
+                By default ``'__call__'``.
 
         Returns:
             The same kind of thing. A class keeps its name, so that parameters keep
@@ -129,17 +130,19 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
         return functools.partial(cls, *target.args, **target.keywords)
     methods = '__call__' if methods is None else methods
     names = (methods,) if isinstance(methods, str) else methods
-    # The methods are as Flax has wrapped them: the block is around setup and all.
-    found = {name: getattr(target, name) for name in names}
+    attributes = {name: _attribute(target, name) for name in names}
     # Flax takes longer to make a class than to run a small module, and ``nn.jit``
     # traces each class. So equal stops of a class, in a loop say, are one class.
     # A function may change, or be equal to another one that does.
     is_plain = 'code' not in rewrite.where.needs
     stops = is_plain and type(rewrite.rule) is rules.StopGradient
-    key = target, rewrite, rewrite.unused, tuple(found.items())
+    key = target, rewrite, rewrite.unused, tuple(attributes.items())
     if stops and (known := _stopped_classes.get(key)):
         return known
-    lifted = {name: _lifted_function(rewrite, fn) for name, fn in found.items()}
+    lifted = {
+        name: _lifted_attribute(rewrite, target, name, attribute)
+        for name, attribute in attributes.items()
+    }
     # The name is what Flax calls the module by: with another one its parameters
     # would have other paths.
     kept = ('__doc__', '__module__', '__qualname__')
@@ -152,6 +155,46 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
 
 
 _stopped_classes = weakref.WeakValueDictionary[Any, Any]()
+
+
+def _attribute(cls: type, name: str) -> Any:
+    """What a class or a base of it has under a name: a method, a property, ..."""
+    # Not getattr(cls, name): for ``__call__`` a class without one gives the function
+    # that makes instances, and a static method looks like a method.
+    for base in cls.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    raise AttributeError(
+        f'{cls.__name__} has no method {name!r}.\n'
+        f'Name those to lift: nn.stop_gradient({cls.__name__}, where, '
+        "methods=['encode', ...])."
+    )
+
+
+def _lifted_attribute(
+    rewrite: rules.Rewrite, cls: type, name: str, attribute: Any
+) -> Any:
+    """A method with a block around each call, or a property around each read."""
+    if isinstance(attribute, (staticmethod, classmethod)):
+        return _lifted(rewrite, attribute)
+    # The method is as Flax has wrapped it: the block is around setup and all.
+    method = getattr(cls, name)
+    if callable(method):
+        return _lifted_function(rewrite, method)
+    if not hasattr(attribute, '__get__'):
+        raise errors.ArgumentTypeError(
+            f'methods=[{name!r}] was given, and {cls.__name__}.{name} is '
+            f'{brief(attribute)}, no method and no property.\n'
+            f'Write nn.stop_gradient({cls.__name__}, where, methods=[...]).'
+        )
+
+    @nowrap
+    def get(module: Any) -> Any:
+        return attribute.__get__(module, type(module))
+
+    get.__name__, get.__qualname__ = name, f'{cls.__qualname__}.{name}'
+    setter = getattr(attribute, '__set__', None)
+    return property(_lifted_function(rewrite, get), setter, doc=method.__doc__)
 
 
 def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:

@@ -105,6 +105,17 @@ class _Forwards:
 
     # What is asked of it.
 
+    def __enter__(self: Any) -> Any:
+        name, cls = type(self).__name__, type(innermost(self)).__name__
+        raise errors.ArgumentTypeError(
+            f'with nn.{name}({cls}(...)): a module is no block.\n'
+            f'What goes through it is rewritten: nn.{name}({cls}(...))(x).\n'
+            'For a block around some lines write with nn.stop_gradient(where):'
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Python asks for it before it calls ``__enter__``."""
+
     @functools.partial(forwarded.OfModule, made=forwarded.forwards)
     @nowrap  # For transforms of the class.
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

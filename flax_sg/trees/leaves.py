@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen
 from flax.core import meta
 
 from flax_sg import errors, filters
@@ -165,6 +166,12 @@ def tree_before(where: str, tree: Any) -> Leaves:
             expected = 'tree: a function in place of a filter gets each path'
             where = 'the filter itself, or a tree of bools'
         raise wrong_argument(tree, expected, where)
+    if isinstance(tree, linen.Module):
+        raise errors.ArgumentTypeError(
+            f'{brief(tree)} is a module of linen, and its variables are not in it.\n'
+            f'Write nn.Frozen(module, where), from flax_sg import linen as nn. Or give '
+            f'its parameters: {where}.'
+        )
     return leaves_of(tree)
 
 

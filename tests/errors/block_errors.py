@@ -51,6 +51,10 @@ def in_steps(module: Any) -> Any:
     yield module.name
 
 
+class Named(Model):
+    label = 'a model'
+
+
 class Steps(fnn.Dense):
     def steps(self, x: Any) -> Any:
         yield self(x)
@@ -402,6 +406,26 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: nn.Frozen(Steps(2)).bind(OF_STEPS).steps(X),
         'BlockError: Steps.steps | return list(...)',
         lambda: nn.Frozen(Steps(2)).bind(OF_STEPS).listed(X),
+    ),
+    'a name in methods= that is no method': (
+        lambda: nn.stop_gradient(Named, 'kernel', methods=['label']),
+        "ArgumentTypeError: methods=['label'] | Named.label is 'a model' | "
+        'nn.stop_gradient(Named, where, methods=[...])',
+    ),
+    'a name in methods= that there is not': (
+        lambda: nn.stop_gradient(Named, 'kernel', methods=['encod']),
+        "AttributeError: Named has no method 'encod' | methods=['encode', ...]",
+        lambda: nn.stop_gradient(Named, 'kernel', methods=['encode']),
+    ),
+    'a wrapper in place of a block': (
+        lambda: run(nn.Frozen(MODEL)),
+        'ArgumentTypeError: nn.Frozen(Model(...)) | with nn.stop_gradient(where):',
+        lambda: run(nn.stop_gradient(True)),
+    ),
+    'several filters that are no list': (
+        lambda: nn.Frozen(MODEL, 'kernel', 'b/**'),
+        "FilterTypeError: collections='b/**' | ['encoder/**', 'b/**']",
+        lambda: nn.Frozen(MODEL, ['kernel', 'b/**']),
     ),
     'methods of a function': (
         lambda: nn.stop_gradient('kernel')(reload, methods=['encode']),

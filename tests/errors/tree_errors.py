@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,6 +171,15 @@ CASES: dict[str, tuple[Any, ...]] = {
         "ArgumentTypeError: 'head/**' | nn.stop_gradient(where) | "
         'sg.stop_gradient(tree, where)',
         lambda: nn.stop_gradient(HEADS),
+    ),
+    'a module in place of a tree': (
+        lambda: sg.stop_gradient(fnn.Dense(2), True),
+        'ArgumentTypeError: a Dense is a module of linen | nn.Frozen(module, where) | '
+        'sg.stop_gradient(tree, where)',
+    ),
+    'a module in place of a tree to take apart': (
+        lambda: sg.partition(fnn.Dense(2), True),
+        'ArgumentTypeError: a Dense | sg.partition(tree, where)',
     ),
     'parameters in place of a function': (
         lambda: sg.grad(PARAMS),

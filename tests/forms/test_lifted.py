@@ -352,3 +352,72 @@ def test_a_method_that_flax_does_not_wrap_sets_up_nothing():
 
     for cls in (Mean, nn.stop_gradient(Mean, True)):
         assert cls().init(KEY, X)['params']['w'].shape == (2, 3)
+
+
+class Kinds(fnn.Module):
+    """What a class may have beside methods, each computed of both layers."""
+
+    def setup(self):
+        self.enc = fnn.Dense(3)
+        self.dec = fnn.Dense(3)
+
+    def __call__(self, x):
+        return self.dec(self.enc(x))
+
+    @staticmethod
+    def static(module, x):
+        return module.dec(module.enc(x))
+
+    @classmethod
+    def of_class(cls, module, x):
+        assert type(module) is cls
+        return module.dec(module.enc(x))
+
+    def by_class(self, x):
+        return self.of_class(self, x)
+
+    @property
+    def product(self):
+        kernels = [m.variables['params']['kernel'] for m in (self.enc, self.dec)]
+        return kernels[0] @ kernels[1]
+
+    @functools.cached_property
+    def kept(self):
+        return self.product + 1.0
+
+
+USES: dict[str, Any] = {
+    'static': lambda model, x: model.static(model, x),
+    'of_class': lambda model, x: model.by_class(x),
+    'product': lambda model, x: x @ model.product,
+    'kept': lambda model, x: x @ model.kept @ model.kept,
+}
+
+
+class Parent(fnn.Module):
+    cls: Any
+
+    def setup(self):
+        self.net = self.cls()
+
+    def __call__(self, x, use):
+        return use(self.net, x)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', USES)
+def test_static_methods_and_properties_stay_what_they_are(name: str) -> None:
+    use = USES[name]
+    lifted = nn.stop_gradient(Kinds, 'enc/**', methods=[name])
+    static = inspect.getattr_static
+    plain = {'net': Kinds().init(KEY, X)['params']}
+    assert type(static(lifted, name)).__name__ in (
+        type(static(Kinds, name)).__name__,
+        '_DescriptorWrapper',
+    )
+    assert callable(getattr(lifted, name)) == callable(getattr(Kinds, name))
+    oracle.assert_same_function(
+        lambda v, x: Parent(lifted).apply(v, x, use),
+        lambda v, x: Parent(Kinds).apply(stopped(v, 'net/enc'), x, use),
+        *({'params': plain}, X),
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen
 
-from flax_sg import filters
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
 from tests.helpers.turns import in_turn
@@ -259,3 +259,64 @@ def test_a_mirror_leaves_the_cache_to_its_module(order: tuple[bool, bool]) -> No
     variables = {name: {'model': alone[name]} for name in ('params', 'cache')}
     _, new = Pair().apply(variables, jnp.ones((1, 1), int), mutable=['cache'])
     assert new['cache']['model']['att']['cache_index'] == 1
+
+
+class Bare(linen.Module):
+    """A norm that has state and no parameters, and a head."""
+
+    @linen.compact
+    def __call__(self, x):
+        norm = linen.BatchNorm(False, use_scale=False, use_bias=False, name='norm')
+        return linen.Dense(2, name='head')(norm(x))
+
+
+NAMES = ['norm/**', 'norm/mean', ['norm/**', 'head/*'], ~filters.as_filter('norm/**')]
+IN_STATE = [*NAMES, lambda path: path.startswith('norm')]
+
+
+@pytest.mark.parametrize('state', ['hold', 'eval'])
+@pytest.mark.parametrize('where', IN_STATE)
+def test_a_name_may_be_that_of_state_alone(where: Any, state: str) -> None:
+    variables = Bare().init(KEY, X)
+    frozen = nn.Frozen(Bare(), where, state=state)
+    oracle.assert_same(frozen.init(KEY, X), variables)
+    _, written = frozen.apply(variables, X, mutable='batch_stats')
+    names = filters.as_filter(where)
+    before, now = (tree['batch_stats']['norm'] for tree in (variables, written))
+    for name in 'mean', 'var':
+        held = bool(names.atoms) and where != NAMES[3]
+        held = held and (where != 'norm/mean' or name == 'mean')
+        assert bool((now[name] == before[name]).all()) == held
+
+
+@pytest.mark.parametrize('where', ['nrom/**', ['norm/**', 'hed/*']])
+def test_a_name_of_neither_raises(where: Any) -> None:
+    variables, frozen = Bare().init(KEY, X), nn.Frozen(Bare(), where, state='hold')
+    for start in (
+        lambda: frozen.apply(variables, X, mutable='batch_stats'),
+        lambda: frozen.init(KEY, X),
+    ):
+        with pytest.raises(errors.UnusedFilterError, match='of the 4 variables'):
+            start()
+
+
+class Reshapes(linen.Module):
+    """Its state is a dict in every second call, and an array in the others."""
+
+    @linen.compact
+    def __call__(self, x):
+        memory = self.variable('memory', 'of', lambda: {'last': x})
+        last = memory.value
+        memory.value = last['last'] if isinstance(last, dict) else {'last': last}
+        return x + memory.value['last'] if isinstance(memory.value, dict) else x
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('before', [X, {'last': X}], ids=['array', 'dict'])
+def test_state_of_another_structure_is_held(before: Any) -> None:
+    variables = {'memory': {'of': before}}
+    held = nn.Frozen(Reshapes(), state='hold')
+    found, written = held.apply(variables, X, mutable='memory')
+    expected, moved = Reshapes().apply(variables, X, mutable='memory')
+    oracle.assert_same((found, written), (expected, variables))
+    assert jax.tree.structure(moved) != jax.tree.structure(variables)
