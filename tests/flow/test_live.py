@@ -112,7 +112,8 @@ def test_every_gradient_call_takes_it():
 
 
 def test_a_derived_selection_may_be_empty():
-    nothing = sg.live(lambda p: lax.stop_gradient(p['body']['b']), PARAMS)
+    with pytest.warns(UserWarning, match='trains none of'):
+        nothing = sg.live(lambda p: lax.stop_gradient(p['body']['b']), PARAMS)
     assert repr(nothing) == '<live: nothing>'
     for names, shown in ('cba', "'a', 'b', 'c'"), ('dcba', "'a', 'b', 'c', ..."):
         some = Derived(frozenset(('params', (name,)) for name in names), frozenset())
@@ -124,7 +125,9 @@ def test_a_derived_selection_may_be_empty():
     assert jax.tree.leaves(state) == []
     model = nn.Dense(3)
     variables = model.init(jax.random.key(0), X)
-    with nn.stop_gradient(sg.live(lambda v: X.sum(), variables) & True):
+    with pytest.warns(UserWarning, match='No output uses them'):
+        nothing_here = sg.live(lambda v: X.sum(), variables)
+    with nn.stop_gradient(nothing_here & True):
         y = model.apply(variables, X)
     oracle.assert_same(y, model.apply(variables, X))
     # What is written beside it still has to be there.
@@ -163,3 +166,39 @@ def test_two_networks_as_two_arguments_have_one_naming():
     assert sg.mask((gen, dis), frozen=~live) == ({'w': False}, {'w': True, 'v': False})
     alone = sg.live(of_generator, gen, dis, z, argnums=1)
     assert repr(alone) == "<live: 'v'>"
+
+
+NOTHING: dict[str, tuple[Any, Any, str]] = {
+    'frozen whole': (
+        lambda p: jnp.sum(nn.Frozen(nn.Dense(3)).apply({'params': p}, X)),
+        {'kernel': jnp.ones((4, 3)), 'bias': jnp.ones(3)},
+        "'bias' is stopped by stop_gradient(Constant(True)) at test_live.py:",
+    ),
+    'stopped behind': (
+        lambda p: lax.stop_gradient(jnp.sum(loss(p, X))),
+        PARAMS,
+        "'body/b' is stopped by stop_gradient at test_live.py:",
+    ),
+    'not used': (lambda p: 0.0, PARAMS, 'No output uses them.'),
+    'integers': (
+        lambda p: jnp.sum(p['n']),
+        {'n': jnp.arange(3)},
+        "'n' is an integer, or its output is one.",
+    ),
+    'two arguments': (
+        lambda p, q: lax.stop_gradient(q['head']['w']),
+        (PARAMS, PARAMS),
+        "'1/head/w' is stopped by stop_gradient at test_live.py:",
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', NOTHING)
+def test_a_function_that_trains_nothing_is_told_where_it_is_stopped(name):
+    """Else a run that trains nothing says nothing: the filter may be empty."""
+    fn, params, said = NOTHING[name]
+    args = params if isinstance(params, tuple) else (params,)
+    with pytest.warns(UserWarning, match='trains none of') as warned:
+        sg.live(fn, *args, argnums=tuple(range(len(args))) if args[1:] else 0)
+    assert said in str(warned[0].message)
