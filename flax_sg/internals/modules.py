@@ -92,8 +92,6 @@ def _code_of(method: Any) -> Any:
     """The code that runs for what a class has under a name."""
     if isinstance(method, property):
         method = method.fget
-    elif isinstance(method, functools.cached_property):
-        method = method.func
     return getattr(inspect.unwrap(method), '__code__', None) if method else None
 
 

@@ -108,6 +108,7 @@ OFF = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('jitted', [False, True])
 @pytest.mark.parametrize('wrt', ['w', True])
 @pytest.mark.parametrize('name', OFF)
