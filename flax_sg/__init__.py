@@ -21,6 +21,7 @@ from flax_sg.trees.trainable import DECLARED, trainable
 
 if _typing.TYPE_CHECKING:
     from flax_sg import core, linen, testing
+    from flax_sg.ahead import precompute
     from flax_sg.flow import gradient_flow, live
     from flax_sg.summary import paths, tabulate
 else:
@@ -33,6 +34,7 @@ else:
         'gradient_flow': 'flax_sg.flow',
         'live': 'flax_sg.flow',
         'paths': 'flax_sg.summary',
+        'precompute': 'flax_sg.ahead',
         'tabulate': 'flax_sg.summary',
     }
 
@@ -72,6 +74,7 @@ __all__ = [
     'partition',
     'partition_n',
     'paths',
+    'precompute',
     'rewrite',
     'stop_gradient',
     'substitute',

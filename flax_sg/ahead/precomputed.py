@@ -126,11 +126,10 @@ def precompute(
     """Splits a function: what depends on nothing that changes is computed once.
 
     >>> import jax, jax.numpy as jnp, flax_sg as sg
-    >>> from flax_sg.ahead import precompute
     >>> def loss(params, x):
     ...     return jnp.sum(x @ params['body'] @ params['head'])
     >>> params, x = {'body': jnp.ones((4, 2)), 'head': jnp.ones(2)}, jnp.ones((3, 4))
-    >>> ahead = precompute(loss, params, x, wrt='head')
+    >>> ahead = sg.precompute(loss, params, x, wrt='head')
     >>> ahead.kept
     (ShapeDtypeStruct(shape=(3, 2), dtype=float32),)
     >>> kept = ahead.early(params, x)

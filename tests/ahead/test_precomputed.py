@@ -13,7 +13,6 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
-from flax_sg.ahead import precompute
 
 PARAMS: Any = {
     'body': {'w': jax.random.normal(jax.random.key(0), (4, 4)) / 2},
@@ -45,7 +44,7 @@ def test_several_trees_of_parameters():
         return loss({'body': body, 'head': head}, x)
 
     args = X, PARAMS['body'], PARAMS['head']
-    ahead = precompute(fun, *args, argnums=(1, 2), wrt='2/**')
+    ahead = sg.precompute(fun, *args, argnums=(1, 2), wrt='2/**')
     assert [k.shape for k in ahead.kept] == [(3, 4)]
     kept = ahead.early(*args)
     grad = sg.grad(ahead.late, argnums=(0, 1), wrt='1/**')
@@ -61,7 +60,7 @@ def test_auxiliary_outputs():
         features = x @ params['body']['w']
         return jnp.sum(features @ params['head']['w']), {'f': features, 'n': 3, 'x': x}
 
-    ahead = precompute(fun, PARAMS, X, wrt='head/**')
+    ahead = sg.precompute(fun, PARAMS, X, wrt='head/**')
     kept = ahead.early(PARAMS, X)
     both = sg.value_and_grad(ahead.late, wrt='head/**', has_aux=True)(PARAMS, kept)
     right = sg.value_and_grad(fun, wrt='head/**', has_aux=True)(PARAMS, X)
@@ -76,7 +75,7 @@ def test_keyword_arguments_are_given_by_name():
         return loss(params, y + jax.random.normal(key, y.shape) if train else y)
 
     words = {'train': True, 'mask': jnp.ones((3, 4)).at[1].set(0), 'key': KEY}
-    ahead = precompute(fun, PARAMS, X, wrt='head/**', each='key', **words)
+    ahead = sg.precompute(fun, PARAMS, X, wrt='head/**', each='key', **words)
     key = words.pop('key')
     kept = ahead.early(PARAMS, X, **words)
     assert_same(ahead.late(PARAMS, kept, key=key), fun(PARAMS, X, key=key, **words))
@@ -114,7 +113,7 @@ def test_a_model_of_linen(train: bool):
 
     params = variables['params']
     live = sg.live(fun, params, X, KEY)
-    ahead = precompute(fun, params, X, KEY, wrt=live, each=2)
+    ahead = sg.precompute(fun, params, X, KEY, wrt=live, each=2)
     kept = ahead.early(params, X)
     away = sg.partition(params, live)[0]
     ours = sg.value_and_grad(ahead.late, wrt=live)
@@ -133,7 +132,7 @@ def test_a_module_in_place_of_a_function():
     model = nn.Sequential([nn.Frozen(nn.Dense(4)), nn.Dense(2)])
     variables = model.init(KEY, X)
     live = sg.live(model, variables, X)
-    ahead = precompute(model, variables, X, wrt=live)
+    ahead = sg.precompute(model, variables, X, wrt=live)
     kept = ahead.early(variables, X)
     assert_same(ahead.late(variables, kept), model.apply(variables, X))
     assert products(ahead.late, variables, kept) == 1
@@ -158,7 +157,7 @@ def test_a_model_of_nnx():
     def fun(model: Any, x: Any) -> Any:
         return jnp.mean(model(x) ** 2)
 
-    ahead = precompute(fun, model, X, wrt='head/**')
+    ahead = sg.precompute(fun, model, X, wrt='head/**')
     assert [k.shape for k in ahead.kept] == [(3, 4)]
     kept = ahead.early(model, X)
     value, grads = sg.value_and_grad(ahead.late, wrt='head/**')(model, kept)
@@ -171,7 +170,7 @@ def test_a_model_of_nnx():
 
 def test_transforms():
     """``jit``, ``vmap`` over heads, ``scan`` over batches and second derivatives."""
-    ahead = precompute(loss, PARAMS, X, wrt='head/**')
+    ahead = sg.precompute(loss, PARAMS, X, wrt='head/**')
     batches = jnp.stack([X, 2 * X, -X])
     kept = jax.jit(jax.vmap(ahead.early, (None, 0)))(PARAMS, batches)
     right = jax.vmap(loss, (None, 0))(PARAMS, batches)
@@ -198,11 +197,11 @@ def test_shard_map_and_shardings():
     mesh = jax.make_mesh((2,), ('data',))
     spec = jax.sharding.PartitionSpec('data')
     x = jax.device_put(jnp.ones((4, 4)), jax.sharding.NamedSharding(mesh, spec))
-    ahead = precompute(loss, PARAMS, x, wrt='head/**')
+    ahead = sg.precompute(loss, PARAMS, x, wrt='head/**')
     [kept] = jax.jit(ahead.early)(PARAMS, x)
     assert kept.sharding.is_equivalent_to(x.sharding, 2)
     assert_same(jax.jit(ahead.late)(PARAMS, [kept]), loss(PARAMS, x))
-    part = precompute(loss, PARAMS, jnp.ones((2, 4)), wrt='head/**')
+    part = sg.precompute(loss, PARAMS, jnp.ones((2, 4)), wrt='head/**')
 
     def each(params: Any, kept: Any) -> Any:
         return jax.lax.pmean(part.late(params, kept), 'data')
@@ -217,7 +216,7 @@ def test_shard_map_and_shardings():
         mapped(each)(PARAMS, [kept])
 
     def whole(params: Any, x: Any) -> Any:
-        ahead = precompute(loss, params, x, wrt='head/**')
+        ahead = sg.precompute(loss, params, x, wrt='head/**')
         return jax.lax.pmean(ahead.late(params, ahead.early(params, x)), 'data')
 
     assert_same(mapped(whole)(PARAMS, x), loss(PARAMS, x))
@@ -232,12 +231,12 @@ def test_types_of_arrays():
         return jnp.sum(x @ params['head']['w'].astype(jnp.bfloat16))
 
     ids = np.array([1, 0, 3])
-    ahead = precompute(fun, PARAMS, ids, KEY, wrt='head/**')
+    ahead = sg.precompute(fun, PARAMS, ids, KEY, wrt='head/**')
     assert [(k.shape, k.dtype) for k in ahead.kept] == [((3, 4), jnp.bfloat16)]
     kept = ahead.early(PARAMS, ids, KEY)
     right = sg.grad(fun, wrt='head/**')(PARAMS, ids, KEY)
     assert_same(sg.grad(ahead.late, wrt='head/**')(PARAMS, kept), right)
-    changing = precompute(fun, PARAMS, ids, KEY, wrt='head/**', each=[2])
+    changing = sg.precompute(fun, PARAMS, ids, KEY, wrt='head/**', each=[2])
     kept = changing.early(PARAMS, ids)
     assert_same(changing.late(PARAMS, kept, KEY), fun(PARAMS, ids, KEY))
 
@@ -250,7 +249,7 @@ def test_keys_are_kept():
         noise = jax.random.normal(keys[0], (2,)) * params['head']['w'][0]
         return jnp.sum(noise), keys
 
-    ahead = precompute(fun, PARAMS, KEY, wrt='head/**')
+    ahead = sg.precompute(fun, PARAMS, KEY, wrt='head/**')
     kept = ahead.early(PARAMS, KEY)
     value, keys = ahead.late(PARAMS, kept)
     right, right_keys = fun(PARAMS, KEY)
@@ -260,7 +259,7 @@ def test_keys_are_kept():
 
 def test_a_subtree_may_be_absent():
     """Frozen weights need not be on the device; those that are read, have to be."""
-    ahead = precompute(loss, PARAMS, X, wrt='head/**')
+    ahead = sg.precompute(loss, PARAMS, X, wrt='head/**')
     kept = ahead.early({**PARAMS, 'head': sg.ABSENT}, X)
     away = {**PARAMS, 'body': sg.ABSENT}
     assert_same(ahead.late(away, kept), loss(PARAMS, X))
@@ -273,7 +272,7 @@ def test_a_subtree_may_be_absent():
 def test_no_array_is_held():
     """A split keeps shapes: 8 billion frozen weights can leave the device."""
     params = jax.tree.map(lambda x: x + 1, PARAMS)
-    ahead = precompute(loss, params, X, wrt='head/**')
+    ahead = sg.precompute(loss, params, X, wrt='head/**')
     refs = [weakref.ref(x) for x in jax.tree.leaves(params)]
     del params
     gc.collect()

@@ -11,7 +11,6 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import flax_sg as sg
-from flax_sg.ahead import precompute
 from flax_sg.ahead.cut import cheapest_cut
 
 PARAMS = {
@@ -63,7 +62,7 @@ def test_random_programs(seed: int) -> None:
     each = [2] if rng.integers(2) else []
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        ahead = precompute(loss, PARAMS, X, KEY, wrt=wrt, each=each)
+        ahead = sg.precompute(loss, PARAMS, X, KEY, wrt=wrt, each=each)
     data = (X,) if each else (X, KEY)
     last = (KEY,) if each else ()
     # Loops and branches run compiled in both.
@@ -94,7 +93,7 @@ def test_head_on_a_frozen_backbone() -> None:
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(x @ params['a']) @ params['b'])
 
-    ahead = precompute(loss, PARAMS, jax.eval_shape(lambda: X), wrt='b')
+    ahead = sg.precompute(loss, PARAMS, jax.eval_shape(lambda: X), wrt='b')
     assert [x.shape for x in ahead.kept] == [(3, 4)]
     away = {k: v if k == 'b' else sg.ABSENT for k, v in PARAMS.items()}
     kept = jax.jit(ahead.early)(PARAMS, X)
@@ -113,14 +112,14 @@ def test_cheap_values_are_made_again() -> None:
         small = (x @ params['a']).sum()
         return jnp.sum(jnp.broadcast_to(small, (4, 4)) * params['b'])
 
-    ahead = precompute(loss, PARAMS, X, wrt='b')
+    ahead = sg.precompute(loss, PARAMS, X, wrt='b')
     assert [x.shape for x in ahead.kept] == [()]
 
 
 def test_nothing_to_keep() -> None:
     """It is said, if only frozen parameters and what changes are read."""
     with pytest.warns(UserWarning, match='Nothing is kept'):
-        precompute(lambda params, key: params['a'] @ params['b'], PARAMS, X, each=1)
+        sg.precompute(lambda params, key: params['a'] @ params['b'], PARAMS, X, each=1)
 
 
 def test_cut_takes_the_fewest_bytes() -> None:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 import flax_sg as sg
-from flax_sg.ahead import precompute
 
 PARAMS: Any = {'body': jnp.ones((2, 2)), 'head': jnp.ones(2)}
 X = jnp.ones((3, 2))
@@ -40,20 +39,20 @@ def mapped(check_vma: bool) -> Any:
 
 
 def split() -> Any:
-    return precompute(loss, PARAMS, X, wrt='head')
+    return sg.precompute(loss, PARAMS, X, wrt='head')
 
 
 CASES: dict[str, tuple[Any, ...]] = {
     'parameters that change at each step': (
-        lambda: precompute(loss, PARAMS, X, each=0),
+        lambda: sg.precompute(loss, PARAMS, X, each=0),
         'ArgumentTypeError: each=0 | wrt=',
     ),
     'a callback that is computed once': (
-        lambda: precompute(noisy, PARAMS, X, wrt='head'),
+        lambda: sg.precompute(noisy, PARAMS, X, wrt='head'),
         'ArgumentTypeError: ahead_errors.py:LINE | each=',
     ),
     'nothing to compute once': (
-        lambda: precompute(loss, PARAMS, X, each=1),
+        lambda: sg.precompute(loss, PARAMS, X, each=1),
         'UserWarning: Nothing is kept',
     ),
     'a batch of another size': (
@@ -87,11 +86,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: mapped(False)(X),
     ),
     'each= names no argument': (
-        lambda: precompute(loss, PARAMS, X, each='key'),
+        lambda: sg.precompute(loss, PARAMS, X, each='key'),
         "ArgumentTypeError: each='key' | 'key' | 2 arguments",
     ),
     'another flag than was traced': (
-        lambda: precompute(flagged, PARAMS, X, True, wrt='head').early(
+        lambda: sg.precompute(flagged, PARAMS, X, True, wrt='head').early(
             PARAMS, X, False
         ),
         'ArgumentTypeError: Argument 2 is False | True | sg.precompute',

@@ -186,6 +186,10 @@ uses = {
     'partition': lambda: sg.partition(params, where),
     'partition_n': lambda: sg.partition_n(params, lambda path: path.name),
     'paths': lambda: str(sg.paths(model, x)) + str(sg.paths(graph)),
+    'precompute': lambda: sg.precompute(
+        lambda params, x: loss(params) + (x @ params['kernel']).sum(),
+        params, x, wrt='bias',
+    ).early(params, x),
     'rewrite': lambda: sg.rewrite(params, rewrites.scale_gradient(where, 2.0)),
     'stop_gradient': lambda: jax.grad(stopped)(params),
     'substitute': lambda: sg.substitute(params, target),

@@ -36,7 +36,11 @@ def names_of(module: ModuleType) -> set[str]:
 # The module, its short name in the pages, and the classes that its functions return.
 # Only the reference shows these classes.
 MODULES = [
-    (flax_sg, 'sg', {'GradientFlow', 'Why', 'ModuleTable', 'Paths', 'Variable'}),
+    (
+        flax_sg,
+        'sg',
+        {'GradientFlow', 'Precomputed', 'Why', 'ModuleTable', 'Paths', 'Variable'},
+    ),
     (linen, 'nn', {'BlockDecorator'}),
     (filters, 'filters', set[str]()),
     (core, 'core', set[str]()),
