@@ -8,7 +8,6 @@ parameter is fresh where all moments beside it are.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -22,11 +21,15 @@ from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.optim.belonging import check_transformation
 from flax_sg.optim.masks import parameters_of
-from flax_sg.optim.owners import Owner, is_of_one_selection, owners_of, values_of
-from flax_sg.optim.selections import Names, marked, names_of
+from flax_sg.optim.owners import (
+    Owner,
+    is_of_one_selection,
+    owners_of,
+    values_of,
+    vectors_of,
+)
+from flax_sg.optim.selections import Names
 from flax_sg.trees.leaves import (
-    ABSENT,
-    Leaves,
     is_differentiable,
     is_number,
     shape_of,
@@ -98,7 +101,7 @@ def adopt(
             _check_rows(owners, pairs)
         if was is None and report is None:  # A report names these.
             _warn_of_rows(owners, pairs, known)
-    vectors = _vectors(tx, leaves, pairs, owners)
+    vectors = vectors_of(tx, leaves, pairs, owners)
     found: dict[Names, tuple[Any, str]] = {}
     # By the part of the state that they stand in, what became of moments.
     moments: dict[Names, set[str]] = {}
@@ -218,39 +221,6 @@ def _of_one(made: Any, given: Sequence[Given], owner: Owner) -> tuple[Any, str]:
     if not (known & trains).any():
         return made, 'fresh'
     return out, 'carried' if (known == trains).all() else 'in part'
-
-
-def _vectors(
-    tx: Any, leaves: Leaves, pairs: Sequence[Any], owners: Mapping[Names, Owner]
-) -> set[Names]:
-    """The places of the arrays that ``optax.flatten`` made of all parameters.
-
-    They are as long as all that is trained, and shorter without one of these: the
-    numbers of ``optax.contrib.mechanize`` are as many with any parameters.
-    """
-    without = functools.cache(functools.partial(_shapes_without, tx, leaves))
-    return {
-        names
-        for names, made in pairs
-        if owners[names].number < 0
-        and owners[names].is_as_long(made)
-        and without(owners[names].one_trained).get(names) != np.shape(made)
-    }
-
-
-def _shapes_without(tx: Any, leaves: Leaves, parameter: Names) -> dict[Names, Any]:
-    """The shapes in a state without one of the parameters, if it can be made."""
-    keys = [*map(names_of, leaves.key_paths)]
-    left = (
-        ABSENT if names == parameter else leaf
-        for names, leaf in zip(keys, leaves.values, strict=True)
-    )
-    try:
-        with marked():  # So no filter has to match something.
-            state = jax.eval_shape(tx.init, leaves.treedef.unflatten(left))
-    except (ValueError, TypeError):  # It needs this one.
-        return {}
-    return {names: value.shape for names, value in values_of(state)}
 
 
 def _check_rows(owners: Mapping[Names, Owner], pairs: Sequence[Any]) -> None:

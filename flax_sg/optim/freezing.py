@@ -19,11 +19,13 @@ from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.tracing import Tracer
 from flax_sg.optim.masks import parameters_of, trained_leaves
+from flax_sg.optim.pausing import with_paused
 from flax_sg.optim.selections import (
     Marked,
     Selection,
     inside,
     marks,
+    names_of,
     rows_are_cut,
     selections,
 )
@@ -129,6 +131,14 @@ class Freeze:
             cuts = any(isinstance(part, Choice) for part in trained)
             if cuts and _is_broadcast(self.tx, shown, state, after):
                 raise _foreign(leaves, trained)
+            parts = {
+                names_of(keys): part
+                for keys, part in zip(leaves.key_paths, trained, strict=True)
+                if isinstance(part, filters.Part)
+            }
+            if parts:
+                own = parameters_of(shown)
+                after = with_paused(self.tx, own, parts, state, after)
         return updates, after
 
     def _gradients(
@@ -153,71 +163,56 @@ def freeze(
     ``where`` names what is **frozen**: the opposite of ``wrt=``, and of optax's masks,
     which are True where a parameter is trained.
 
-    No state, no update, no decay, no momentum for what is frozen, no share in the norm
-    that a clip *inside* ``tx`` looks at. A gradient that is stopped in the model alone
-    is zero, and AdamW still decays the weight, momentum still moves it. If nothing
-    stops the gradient, it is not zero, and a clip before ``freeze`` counts it.
+    A frozen parameter has no state, no update, no weight decay, no momentum, and no
+    share in the norm of a clip inside of ``tx``. So ``freeze`` goes **outermost**: a
+    clip before it would count the frozen gradients.
 
     >>> import jax, jax.numpy as jnp, optax, flax_sg as sg
     >>> params = {'body': jnp.array([3.0, 4.0]), 'head': jnp.array([0.0])}
     >>> grads = {'body': jnp.array([3.0, 4.0]), 'head': jnp.array([2.0])}
-    >>> clip, sgd = optax.clip_by_global_norm(1.0), optax.sgd(1.0)
-    >>> tx = sg.freeze(optax.chain(clip, sgd), 'body')
-    >>> updates, _ = tx.update(grads, tx.init(params), params)
-    >>> updates['head'].tolist(), updates['body'].tolist()
-    ([-1.0], [-0.0, -0.0])
-
-    It goes **outermost**. In a chain, what stands before it sees the frozen
-    gradients already: here the clip divides by a norm in which 'body' counts.
-
-    >>> wrong = optax.chain(clip, sg.freeze(sgd, 'body'))
-    >>> updates, _ = wrong.update(grads, wrong.init(params), params)
-    >>> round(float(updates['head'][0]), 3)
-    -0.371
-
-    ``optax.freeze(mask)`` only zeroes updates, so the optimizer before it keeps a state
-    for all of them and counts them; ``optax.masked(tx, mask)`` passes the raw
-    gradient on where the mask is False, which ``apply_updates`` then adds.
-
-    Gradients may be full or pruned: ``ABSENT``, ``optax.MaskedNode``, None or nothing
-    at all may stand for what is frozen (without ``params``, only ``ABSENT``). Updates
-    have the form of the parameters, so ``optax.apply_updates`` takes them, and so does
-    every ``TrainState``:
-
-    >>> pruned = {'head': jnp.array([2.0])}
-    >>> updates, _ = tx.update(pruned, tx.init(params), params)
+    >>> sgd = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    >>> tx = sg.freeze(sgd, 'body')
+    >>> updates, state = tx.update(grads, tx.init(params), params)
     >>> optax.apply_updates(params, updates)['head'].tolist()
     [-1.0]
 
-    A freeze around a freeze freezes what either of them names. Only one of them may
-    name rows or other parts of arrays.
+    To freeze for some steps of one program, give a filter with a traced condition, in
+    each step. Make the state without the condition: it has moments for all parameters.
 
-    If rows of an array are frozen (``sg.at`` with an index of the first axes: layers of
-    a stack), the optimizer sees the other rows, as an array of their own. If another
-    part of an array is frozen, it sees the whole array with a zero gradient in that
-    part, and its updates there are dropped.
+    >>> head, momentum = sg.where('head'), optax.sgd(0.1, momentum=0.9)
+    >>> @jax.jit
+    ... def update(step, grads, state, params):
+    ...     tx = sg.freeze(momentum, head & (step < 2))
+    ...     return tx.update(grads, state, params)
+    >>> state = sg.freeze(momentum, False).init(params)
+    >>> updates, state = update(0, grads, state, params)
+    >>> updates['head'].tolist(), state[0].trace['head'].tolist()
+    ([-0.0], [0.0])
+
+    While the condition holds, the moments of what it freezes stay as they are, but a
+    count of steps that all parameters share goes on. If Adam's moments begin with the
+    thaw, after thousands of steps, its first updates are three to seven times as large
+    as usual. ``optax.conditionally_mask`` has a count of its own.
 
     Args:
-        tx: an optax transformation, or ``optax.MultiSteps``, whose accumulators shrink
-            too.
+        tx: an optax transformation, or ``optax.MultiSteps``.
         where: what is **frozen**: any kind of filter. In a tree of bools, True is
             frozen: for a mask of what is trained, as optax's are, write
-            ``sg.freeze(tx, ~sg.where(mask))``. By default what the classes in
-            the tree declare as not trained, see ``sg.trainable``. Integers, keys and
-            ``NonDifferentiable`` are frozen in any case.
+            ``sg.freeze(tx, ~sg.where(mask))``. By default what the classes
+            in the tree declare as not trained, see ``sg.trainable``. Integers, keys and
+            ``NonDifferentiable`` are frozen in any case. Of a freeze around a freeze,
+            only one may name rows (``sg.at``).
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
-        A transformation, to be used as any other. Its state is that of ``tx`` for what
-        is trained, with ``ABSENT`` in place of the rest; ``sg.adopt`` takes it to
-        another selection. Of an array with frozen rows it has the state of the trained
-        rows, as an array.
+        A transformation. Its state has ``ABSENT`` in place of what is frozen, and of an
+        array with frozen rows the state of the trained rows; ``sg.adopt`` carries it to
+        another selection. If other elements are frozen, a state of the whole array.
 
-        The update of what is frozen is minus zero, a constant of the dtype of the
-        parameter. Adding it changes no sign and no number (XLA may flush denormals), so
-        a jitted step that donates the parameters keeps their buffers. Keys and objects
-        have no update: keep them out of the tree, or in ``NonDifferentiable``. Without
-        ``params``, updates have the form of the gradients.
+        ``update`` takes full gradients, or pruned ones: ``ABSENT``,
+        ``optax.MaskedNode``, None or nothing at all may stand for what is frozen
+        (without ``params``, only ``ABSENT``). Updates have the form of the parameters;
+        that of what is frozen is minus zero, which changes nothing.
 
     Raises:
         ArgumentTypeError: if ``tx`` is no optax transformation.
@@ -225,10 +220,10 @@ def freeze(
             ``sg.live`` makes it.
         UnusedFilterError: at ``init``, if a part of ``where`` matches no parameter. If
             ``where`` names all of them, it warns.
-        StructureError: at ``update``, if a gradient lacks something that is trained.
-        StructureError: at ``update``, if trees do not belong together.
+        StructureError: at ``update``, if a gradient lacks something that is trained, or
+            the state is of another selection.
         ArgumentTypeError: at ``update``, for functions of all parameters (``value_fn``,
-            ``grad_fn``, ``obj_fn``); the message has the lines to write.
+            ``grad_fn``, ``obj_fn``).
         ArgumentValueError: if it is given fp8 values that no optimizer may see.
     """
     if isinstance(tx, optax.MultiSteps):
@@ -382,9 +377,16 @@ def _shapes_of(state: Any) -> dict[Any, tuple[int, ...]]:
 def _foreign(leaves: Leaves, trained: Sequence[Any]) -> errors.StructureError:
     paths = [path for path, takes in zip(leaves.paths, trained, strict=True) if takes]
     shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'
+    said = f'the state does not belong to what sg.freeze trains: {shown}.\n'
+    if any(isinstance(part, filters.Part) and part.is_conditional for part in trained):
+        return errors.StructureError(
+            f'{said}A condition in its filter is traced, so the state is of all that '
+            'the condition may train.\n'
+            'Make it without the condition: sg.freeze(tx, False).init(params), or keep '
+            'what it knows: sg.adopt(tx, params, state).'
+        )
     return errors.StructureError(
-        f'the state does not belong to what sg.freeze trains: {shown}.\n'
-        'Make it with tx.init(params), or keep what it knows: '
+        f'{said}Make it with tx.init(params), or keep what it knows: '
         'sg.adopt(tx, params, state, old=old_tx).'
     )
 

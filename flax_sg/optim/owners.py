@@ -8,14 +8,22 @@ parameters that the freeze was given.
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from flax_sg.optim.selections import Names, Selection, names_of, selections
-from flax_sg.trees.leaves import Leaves, is_differentiable, shape_of
+from flax_sg.optim.selections import (
+    Names,
+    Selection,
+    marked,
+    names_of,
+    selections,
+)
+from flax_sg.trees.leaves import ABSENT, Leaves, is_differentiable, shape_of
 from flax_sg.trees.rows import shape_of_part
 
 # States that remember steps of all parameters together: what they know of some of them
@@ -50,6 +58,11 @@ class Owner(NamedTuple):
     def trained(self) -> Any:
         """What is trained of the parameter."""
         return self.number >= 0 and self.selection.trained[self.number]
+
+    @property
+    def names(self) -> Names:
+        """The names of the parameter; () if there is none."""
+        return self.selection.names[self.number] if self.number >= 0 else ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,6 +117,39 @@ def owners_of(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, Ow
         for names, each in readings.items():
             owners[names] = _owner_of(names, each, votes, selection)
     return owners
+
+
+def vectors_of(
+    tx: Any, leaves: Leaves, pairs: Sequence[Any], owners: Mapping[Names, Owner]
+) -> set[Names]:
+    """The places of the arrays that ``optax.flatten`` made of all parameters.
+
+    They are as long as all that is trained, and shorter without one of these: the
+    numbers of ``optax.contrib.mechanize`` are as many with any parameters.
+    """
+    without = functools.cache(functools.partial(_shapes_without, tx, leaves))
+    return {
+        names
+        for names, made in pairs
+        if owners[names].number < 0
+        and owners[names].is_as_long(made)
+        and without(owners[names].one_trained).get(names) != np.shape(made)
+    }
+
+
+def _shapes_without(tx: Any, leaves: Leaves, parameter: Names) -> dict[Names, Any]:
+    """The shapes in a state without one of the parameters, if it can be made."""
+    keys = [*map(names_of, leaves.key_paths)]
+    left = (
+        ABSENT if names == parameter else leaf
+        for names, leaf in zip(keys, leaves.values, strict=True)
+    )
+    try:
+        with marked():  # So no filter has to match something.
+            state = jax.eval_shape(tx.init, leaves.treedef.unflatten(left))
+    except (ValueError, TypeError):  # It needs this one.
+        return {}
+    return {names: value.shape for names, value in values_of(state)}
 
 
 class _Reading(NamedTuple):

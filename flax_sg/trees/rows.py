@@ -177,9 +177,12 @@ def halves(takes: filters.Part, array: Any, path: str) -> tuple[Any, Rest]:
 
 
 def mask_of(takes: Any, shape: tuple[int, ...], path: str) -> Any:
-    """Which elements are trained; of length 1 in axes where all elements are alike."""
+    """Which elements have a state; of length 1 in axes where all elements are alike.
+
+    While a traced condition freezes an array, its moments are kept, so it has one.
+    """
     if isinstance(takes, filters.Part):
-        return takes.mask(shape, path)
+        takes = takes.is_conditional or takes.mask(shape, path)
     chosen = takes.chosen if isinstance(takes, Choice) else np.array(takes, bool)
     return chosen.reshape(chosen.shape + (1,) * (len(shape) - chosen.ndim))
 

@@ -35,6 +35,13 @@ def state_of(frozen: str) -> None:
     tx.update(params, state, params)
 
 
+def paused(step: Any) -> None:
+    """Updates with the state for a condition that holds in all steps."""
+    head, sgd = sg.filters.as_filter('head/w'), optax.sgd(0.1, 0.9)
+    state = sg.freeze(sgd, head & True).init(PARAMS)
+    sg.freeze(sgd, head & (step < 2)).update(PARAMS, state, PARAMS)
+
+
 def gradients(grads: Any) -> None:
     tx = sg.freeze(optax.sgd(0.1), 'head/w')
     tx.update(grads, tx.init(PARAMS), PARAMS)
@@ -101,6 +108,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     'the state of another selection': (
         lambda: state_of('body/w'),
         "StructureError: 'body/w' | sg.adopt(tx, params, state, old=old_tx)",
+    ),
+    'a state that lacks what a traced condition may train': (
+        lambda: jax.jit(paused)(0),
+        "StructureError: 'body/w' | sg.freeze(tx, False).init(params)",
     ),
     'the state of another optimizer': (
         lambda: sg.adopt(adam, PARAMS, optax.sgd(0.1, 0.9).init(PARAMS)),

@@ -1,0 +1,101 @@
+"""What is frozen for a while keeps its moments as they are.
+
+A traced condition, or a mask, may freeze something in this step and train it in the
+next one. So the optimizer sees it in every step, with a zero gradient while it is
+frozen. Of that alone Adam's moments would decay: here they are put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_sg import filters
+from flax_sg.optim.owners import Owner, owners_of, vectors_of
+from flax_sg.optim.selections import Names, names_of
+from flax_sg.trees.kinds import is_differentiable
+from flax_sg.trees.leaves import Leaves
+from flax_sg.trees.rows import Choice
+
+
+def with_paused(
+    tx: Any, leaves: Leaves, trained: Mapping[Names, Any], before: Any, after: Any
+) -> Any:
+    """The state after an update, with what is of frozen elements as it was before.
+
+    What belongs to all parameters, such as a count of steps, goes on.
+
+    Args:
+        tx: the transformation.
+        leaves: the parameters that it sees.
+        trained: of some of these the part that is trained, by the names of the
+            parameter.
+        before: the state before the update.
+        after: the state after it.
+    """
+    old = dict(jax.tree_util.tree_leaves_with_path(before))
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(after)
+    values = [(names_of(keys), value) for keys, value in pairs]
+    owners = owners_of(tx, leaves, [names for names, _ in values])
+    vectors = vectors_of(tx, leaves, values, owners)
+    out: list[Any] = []
+    for keys, new in pairs:
+        owner, was = owners[names_of(keys)], old.get(keys)
+        if was is None:  # The state has grown.
+            out.append(new)
+        elif names_of(keys) in vectors:
+            out.append(jnp.where(_mask_of_vector(owner, trained), new, was))
+        else:
+            part = trained.get(owner.names) if _is_moment(owner, new) else None
+            out.append(new if part is None else _where(part, new, was, owner))
+    return treedef.unflatten(out)
+
+
+def _is_moment(owner: Owner, value: Any) -> bool:
+    """Whether a value belongs to one parameter, and is no count.
+
+    The names do not always tell: ``optax.scale_by_schedule`` has a 'count', as a
+    parameter may be named, and each value is named as a parameter that is one array.
+    """
+    if owner.number < 0 or 'hyperparams' in owner.around:
+        return False
+    is_count = np.ndim(value) == 0 and not is_differentiable(value)
+    return not is_count and (owner.names != () or owner.owns(value))
+
+
+def _where(part: filters.Part, new: Any, old: Any, owner: Owner) -> Any:
+    """A value of one parameter; the old one where its elements are frozen.
+
+    What is of another shape, such as Adafactor's sums of rows, is of all elements: it
+    is the old one if all of them are frozen.
+    """
+    shape, rows = owner.shape, owner.trained
+    mask = part.any_mask(shape, owner.name)
+    if isinstance(rows, Choice):  # A freeze in the optimizer shows it these alone.
+        mask = rows.cut(jnp.broadcast_to(mask, shape), len(shape))
+        shape = mask.shape
+    front = np.ndim(old) - len(shape)
+    fits = front >= 0 and np.shape(old)[front:] == shape
+    mask = jnp.broadcast_to(mask, np.shape(old)) if fits else jnp.any(mask)
+    return jnp.where(mask, new, old)
+
+
+def _mask_of_vector(owner: Owner, trained: Mapping[Names, Any]) -> Any:
+    """Which elements of a vector are trained, that ``optax.flatten`` made of all."""
+    selection = owner.selection
+    rows = zip(selection.names, selection.shapes, selection.trained, strict=True)
+    masks = [
+        jnp.broadcast_to(
+            trained[names].any_mask(shape, '/'.join(names))
+            if names in trained
+            else True,
+            shape,
+        ).reshape(-1)
+        for names, shape, is_seen in rows
+        if is_seen
+    ]
+    return jnp.concatenate(masks)

@@ -1,0 +1,297 @@
+"""What is frozen for some steps of one program stands still, with its moments."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flax_sg as sg
+from flax_sg.filters import as_filter
+from tests.helpers import oracle
+from tests.helpers.turns import in_turn
+
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+
+PARAMS: Any = {
+    'body': {'w': jnp.linspace(-1.0, 1.0, 6).reshape(3, 2), 'b': jnp.ones(2)},
+    'last': {'w': jnp.linspace(0.5, 1.0, 8).reshape(2, 4), 'b': jnp.full(4, 0.25)},
+    # As a count of optax is named.
+    'count': jnp.array(2.0),
+}
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+OPTIMIZERS: dict[str, Any] = {
+    'adamw': lambda: optax.adamw(0.1, weight_decay=0.5),
+    'adam': lambda: optax.adam(0.1),
+    'momentum': lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    'clip': lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)),
+    'accumulating': lambda: optax.MultiSteps(optax.adamw(0.1), 2),
+    'adafactor': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9),
+    'amsgrad': lambda: optax.amsgrad(0.1),
+    'schedule': lambda: optax.adamw(optax.linear_schedule(0.1, 0.01, 5)),
+    'hyperparameters': lambda: optax.inject_hyperparams(optax.adamw)(0.1),
+    'schedule-free': lambda: optax.contrib.schedule_free_adamw(0.1, warmup_steps=2),
+    'averages': lambda: optax.chain(optax.adam(0.1), optax.ema(0.9)),
+    'decay where': lambda: optax.adamw(
+        0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
+    'in groups': lambda: optax.multi_transform(
+        {'slow': optax.adam(0.01), 'fast': optax.adamw(0.1)},
+        lambda p: jax.tree.map(lambda x: 'slow' if x.ndim > 1 else 'fast', p),
+    ),
+    'around a freeze': lambda: optax.chain(
+        optax.ema(0.9), sg.freeze(optax.adamw(0.1), 'body/b')
+    ),
+}
+
+
+def gradients(params: Any, n: Any) -> Any:
+    def loss(params: Any) -> Any:
+        x = jnp.tanh((X + 0.1 * n) @ params['body']['w'] + params['body']['b'][None])
+        y = x @ params['last']['w'] + params['last']['b'][None]
+        return jnp.sum((params['count'] * y - 1.0) ** 2)
+
+    return jax.grad(loss)(params)
+
+
+def where_last(old: Any, new: Any, mask: Any) -> Any:
+    """The new tree, or state, but below 'last' the old one where a mask is True."""
+
+    def choose(keys: Any, new: Any, old: Any) -> Any:
+        names = [getattr(key, 'key', None) for key in keys]
+        if 'last' not in names:
+            return new
+        if isinstance(mask, dict):
+            here = mask[names[names.index('last') + 1]]
+            fits = new.shape[new.ndim - here.ndim :] == here.shape
+            here = jnp.broadcast_to(here, new.shape) if fits else here.all()
+            return jnp.where(here, old, new)
+        return jnp.where(mask, old, new)
+
+    return jax.tree_util.tree_map_with_path(choose, new, old)
+
+
+def by_hand(tx: Any, mask: Any, n: Any, params: Any, state: Any) -> Any:
+    grads = gradients(params, n)
+    grads = where_last(jax.tree.map(jnp.zeros_like, grads), grads, mask)
+    updates, after = tx.update(grads, state, params)
+    new = optax.apply_updates(params, updates)
+    return where_last(params, new, mask), where_last(state, after, mask)
+
+
+def ours(tx: Any, mask: Any, n: Any, params: Any, state: Any) -> Any:
+    where = mask_as_filter(mask)
+    tx = sg.freeze(tx, where)
+    updates, state = tx.update(gradients(params, n), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def mask_as_filter(mask: Any) -> Any:
+    if isinstance(mask, dict):
+        return {'body': False, 'last': mask, 'count': False}
+    return as_filter('last/**') & mask
+
+
+def elements(n: Any) -> Any:
+    """A mask of elements, another one in each step."""
+    return {
+        'w': (jnp.arange(8).reshape(2, 4) + n) % 3 < 1,
+        'b': jnp.arange(4) < n - 2,
+    }
+
+
+# What is frozen in each step: nothing, and from the third one on for a while.
+MASKS: dict[str, Any] = {
+    'a condition': lambda n: (n >= 2) & (n < 5),
+    'elements': elements,
+}
+
+
+def run(step: Any, make: Any, mask: Any, params: Any) -> Any:
+    tx = make()
+
+    def body(carry: Any, n: Any) -> Any:
+        params, state = step(tx, mask(n), n, *carry)
+        return (params, state), params
+
+    # Without 'last' in a chain, ``sg.freeze`` has the state of what it wraps.
+    return jax.lax.scan(body, (params, tx.init(params)), jnp.arange(8))
+
+
+@pytest.mark.parametrize(('name', 'mask'), in_turn(OPTIMIZERS, MASKS))
+def test_in_a_scan(name, mask):
+    found, expected = (
+        jax.jit(lambda p, step=step: run(step, OPTIMIZERS[name], MASKS[mask], p))(
+            PARAMS
+        )
+        for step in (ours, by_hand)
+    )
+    oracle.assert_same(found, expected)
+    moved = found[1]['last']['w']
+    if mask == 'a condition':
+        assert (moved[1] == moved[4]).all()
+    assert (moved[1] != moved[-1]).all()
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """XLA may fuse two programs in other ways, which changes the last bit."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['clip', 'accumulating'])
+def test_over_seeds_and_donated(name):
+    tx = OPTIMIZERS[name]()
+    starts = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+
+    def steps(step):
+        each = jax.jit(
+            jax.vmap(lambda flag, n, p, s: step(tx, flag, n, p, s)),
+            donate_argnums=(2, 3),
+        )
+        carry = starts, jax.vmap(tx.init)(starts)
+        carry = jax.tree.map(lambda x: jnp.array(np.array(x)), carry)
+        out = []
+        for n in range(5):  # Each seed is frozen in other steps.
+            flags = jnp.array([2 <= n < 4, n == 3])
+            carry = each(flags, jnp.full(2, n), *carry)
+            out.append(jax.tree.map(np.array, carry))
+        assert each._cache_size() == 1
+        return out
+
+    assert_close(steps(ours), steps(by_hand))
+
+
+WEIGHT = jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)
+
+
+@pytest.mark.parametrize('start', [WEIGHT, jnp.array(2.0)])
+def test_parameters_that_are_one_array(start):
+    tx = optax.chain(optax.clip(0.5), optax.adamw(optax.linear_schedule(0.1, 0.0, 9)))
+
+    def run(carry, flag, hand):
+        params, state = carry
+        outer = tx if hand else sg.freeze(tx, flag)
+        updates, after = outer.update(jnp.sin(params), state, params)
+        if hand:
+
+            def choose(new, old):  # A count is an integer.
+                is_count = jnp.issubdtype(new.dtype, jnp.integer)
+                return new if is_count else jnp.where(flag, old, new)
+
+            after = jax.tree.map(choose, after, state)
+            updates = jnp.where(flag, -0.0, updates)
+        return (optax.apply_updates(params, updates), after), None
+
+    flags = jnp.array([False, False, True, True, False])
+    found, expected = (
+        jax.jit(
+            lambda p, hand=hand: jax.lax.scan(
+                lambda carry, flag: run(carry, flag, hand), (p, tx.init(p)), flags
+            )
+        )(start)
+        for hand in (False, True)
+    )
+    oracle.assert_same(found, expected)
+
+
+@pytest.mark.parametrize('mask', MASKS)
+def test_a_vector_of_all_parameters(mask):
+    """``optax.flatten`` makes one array of all: its elements stand still."""
+    plain, flat, mask = optax.adam(0.1), optax.flatten(optax.adam(0.1)), MASKS[mask]
+    found = jax.jit(lambda p: run(ours, lambda: flat, mask, p)[0][0])(PARAMS)
+    expected = jax.jit(lambda p: run(by_hand, lambda: plain, mask, p)[0][0])(PARAMS)
+    assert_close(found, expected)
+
+
+def test_memories_have_an_axis_in_front():
+    steps = optax.scale_by_lbfgs(memory_size=2), optax.scale(-0.1)
+    found, expected = (
+        jax.jit(
+            lambda p, step=step: run(step, lambda: optax.chain(*steps), elements, p)
+        )(PARAMS)
+        for step in (ours, by_hand)
+    )
+    assert_close(found, expected)
+
+
+def test_rows_of_a_freeze_within():
+    rows = sg.freeze(optax.adamw(0.1), sg.at('last/w', 0))
+
+    def last_row(old, new, mask):
+        return where_last(
+            old, new, mask if mask.ndim == 0 else {'w': mask, 'b': jnp.zeros(4, bool)}
+        )
+
+    assert rows.init(PARAMS)[0].mu['last']['w'].shape == (1, 4)
+    mask = jnp.array([[True] * 4, [False, True, False, True]])
+
+    def step(carry, n, hand):
+        params, state = carry
+        frozen = mask & (n > 1)
+        outer = rows
+        if not hand:
+            where = {'body': False, 'count': False}
+            where['last'] = {'w': frozen, 'b': False}
+            outer = sg.freeze(rows, where)
+        updates, after = outer.update(gradients(params, n), state, params)
+        if hand:
+            zeros = jnp.full((2, 4), -0.0)
+            w = jnp.where(frozen, zeros, updates['last']['w'])
+            updates = {**updates, 'last': {**updates['last'], 'w': w}}
+            kept = {'w': frozen[1:], 'b': jnp.zeros(4, bool)}
+            after = where_last(state, after, kept)
+        return (optax.apply_updates(params, updates), after), None
+
+    found, expected = (
+        jax.jit(
+            lambda p, hand=hand: jax.lax.scan(
+                lambda carry, n: step(carry, n, hand), (p, rows.init(p)), jnp.arange(5)
+            )
+        )(PARAMS)
+        for hand in (False, True)
+    )
+    assert_close(found, expected)
+
+
+def test_the_state_is_that_without_the_condition():
+    """Whichever of these makes it: all give the same program."""
+    adam = optax.adam(0.1)
+    params = {**PARAMS, 'steps': jnp.array(3)}
+
+    def at_step(n, frozen=()):
+        return sg.freeze(adam, [as_filter('last/**') & (n < 2), *frozen])
+
+    made = jax.jit(lambda n: at_step(n).init(params))(0)
+    oracle.assert_same(made, sg.freeze(adam, False).init(params))
+    made = jax.jit(lambda n: at_step(n, ['body/w']).init(params))(0)
+    oracle.assert_same(made, sg.freeze(adam, 'body/w').init(params))
+
+
+def test_a_condition_that_is_known():
+    sgd, grads = optax.sgd(0.1, 0.9), PARAMS
+    for flag, where in (True, 'last/**'), (False, False):
+        known = sg.freeze(sgd, as_filter('last/**') & jnp.array(flag))
+        whole = sg.freeze(sgd, where)
+        state = known.init(PARAMS)
+        oracle.assert_same(state, whole.init(PARAMS))
+        oracle.assert_same(
+            known.update(grads, state, PARAMS), whole.update(grads, state, PARAMS)
+        )
+
+
+def test_adopting_a_state_for_a_condition():
+    """All that a freeze of some of them left out begins anew."""
+    sgd, grads = optax.sgd(0.1, 0.9), PARAMS
+    tx = sg.freeze(sgd, 'body/**')
+    _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+
+    @jax.jit
+    def adopted(n):
+        new = sg.freeze(sgd, as_filter('last/**') & (n < 2))
+        return sg.adopt(new, PARAMS, state)
+
+    oracle.assert_same(adopted(0), sg.adopt(sgd, PARAMS, state))
