@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flax_sg import filters
-from flax_sg.errors.texts import listed
+from flax_sg import errors, filters
+from flax_sg.errors.texts import brief, listed
 from flax_sg.flow.analysis import gradient_flow
 from flax_sg.flow.report import STOPPED, GradientFlow
+from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
-from flax_sg.trees.leaves import arguments_of
+from flax_sg.trees.leaves import arguments_of, is_array
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -76,6 +77,13 @@ def live(
             comes in.
         ArgumentTypeError: as ``sg.gradient_flow``.
     """
+    if is_nnx_model(fun) and is_array(params):
+        raise errors.ArgumentTypeError(
+            f'sg.live: {type(fun).__name__} is a model, and {brief(params)} holds none '
+            'of its parameters.\n'
+            'The filter names parameters of the first argument: give the model there.\n'
+            'Write sg.live(loss, model, x), with a function loss(model, x).'
+        )
     report = gradient_flow(
         fun, params, *args, argnums=argnums, has_aux=has_aux, wrt=wrt, **kwargs
     )

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import shown, wrong_argument
+from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.flow.rows import unique
@@ -59,7 +59,7 @@ def traced(
     Python numbers in the differentiated arguments are traced. In the other arguments
     they are constants.
     """
-    function = _Function(fun, has_aux, kwargs)
+    function = _Function(fun, args, has_aux, kwargs)
     if not isinstance(wrt, Declared):
         wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
     own = arguments_of(args, argnums)
@@ -131,12 +131,23 @@ class _Function:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], has_aux: bool, kwargs: Mapping[str, Any]
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        has_aux: bool,
+        kwargs: Mapping[str, Any],
     ) -> None:
         is_module = isinstance(fun, linen.Module)
         if not callable(fun) and not is_module:
             write = 'the function itself, then its arguments: sg.live(loss, params)'
             raise wrong_argument(fun, 'function', write)
+        if is_module and args and not isinstance(args[0], Mapping):
+            raise errors.ArgumentTypeError(
+                f'{type(fun).__name__} was given {brief(args[0])} as its variables.\n'
+                'A module of linen has none in itself: give them before its inputs.\n'
+                'Write sg.live(model, variables, x), with variables = '
+                'model.init(key, x); the same for sg.gradient_flow.'
+            )
         self.run: Any = fun.apply if isinstance(fun, linen.Module) else fun
         self.name = type(fun).__name__ if is_module else predicates.describe(fun)
         self._has_aux = has_aux

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 from flax.core.scope import DenyList
 
@@ -16,7 +15,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.flow import gradient_flow
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rendering import text
-from flax_sg.summary.programs import classes_of, variables_of
+from flax_sg.summary.programs import classes_of, inputs_explained, variables_of
 from flax_sg.trees.leaves import leaves_of
 
 _LINES, _WIDTH = 50, 80
@@ -68,8 +67,8 @@ def tabulate(
         A ``ModuleTable``, which prints as a table. Nothing is compiled or run.
 
     Raises:
-        ArgumentTypeError: if ``model`` is not a Module instance, or if its argument is
-            a random key that it cannot take.
+        ArgumentTypeError: if ``model`` is not a Module instance, has no inputs, or gets
+            a random key, variables or a filter in their place.
         ArgumentValueError: if ``depth`` is not an int from 0 on, ``None`` or ``'fit'``.
 
     Note:
@@ -93,22 +92,13 @@ def tabulate(
         mutable = options.pop('mutable', _STATE)  # For ``apply``: init makes all.
         rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
         run = model
-        try:
+        with inputs_explained('tabulate', model, args, kwargs):
             tree, classes = variables_of(model, rngs, args, options)
-        except Exception as error:
-            given = next(filter(None, map(_for_init, args)), '')
-            if not given:
-                raise
-            raise errors.ArgumentTypeError(
-                f'tabulate() gave {type(model).__name__} {given} as its argument, '
-                f'and init raised {type(error).__name__}.\n'
-                'tabulate() makes the variables itself, and random keys have a name.\n'
-                'Write sg.tabulate(model, x), or sg.tabulate(model, x, rngs=rngs).'
-            ) from error
         options |= {'rngs': rngs, 'mutable': mutable}
     found: list[Counted] = []
     if leaves_of(tree).values:
-        report = gradient_flow(run, tree, *args, **options)
+        with inputs_explained('tabulate', model, args, kwargs):
+            report = gradient_flow(run, tree, *args, **options)
         for n, (path, shape) in enumerate(
             zip(report.parameters, report.shapes, strict=True)
         ):
@@ -123,20 +113,6 @@ def tabulate(
         f'What {type(model).__name__} trains when it is called. '
         'Of a loss: sg.tabulate(model, method=loss)'
     )
-
-
-def _for_init(x: Any) -> str:
-    """What other functions take first, in words, or ''."""
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return 'a random key'
-    if isinstance(x, Mapping):
-        names = {str(path).rpartition('/')[2] for path in leaves_of(x).paths}
-        return 'variables' if 'params' in x or names & _NAMES else ''
-    return ''
-
-
-# What Flax's layers call their parameters.
-_NAMES = {'kernel', 'bias', 'scale', 'embedding'}
 
 
 # How many values are trained, and how many are not: stopped, not used, or integers.

@@ -13,7 +13,7 @@ from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rendering import text
-from flax_sg.summary.programs import classes_of, variables_of
+from flax_sg.summary.programs import classes_of, inputs_explained, variables_of
 from flax_sg.trees import leaves
 from flax_sg.trees.absent import ABSENT, Absent
 
@@ -99,16 +99,22 @@ def paths(
 
     Raises:
         UnusedFilterError: if a part of the filter matches no variable.
-        ArgumentTypeError: if a tree is given inputs, or a filter without its name.
+        ArgumentTypeError: if a tree is given inputs, a filter is given without its
+            name, or a module of linen has no inputs.
     """
     tree, classes = model, {}
     if isinstance(model, linen.Module):
         rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
         kwargs.pop('mutable', None)  # ``init`` makes all.
-        tree, classes = variables_of(model, rngs, args, kwargs)
+        with inputs_explained('paths', model, args, kwargs):
+            tree, classes = variables_of(model, rngs, args, kwargs)
     elif args or kwargs:
-        write = "sg.paths(tree, where='encoder/**')"
-        raise wrong_argument((*args, kwargs)[0], 'input: a tree has none', write)
+        given = args[0] if args and isinstance(args[0], str) else 'encoder/**'
+        name = 'model' if is_nnx_model(model) else 'tree'
+        write = f'sg.paths({name}, where={given!r})'
+        raise wrong_argument(
+            (*args, kwargs)[0], f'input: this {name} takes none', write
+        )
     elif is_nnx_model(model):
         classes = classes_of(model)
     found = list(leaves.leaves_of(tree))

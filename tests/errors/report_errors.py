@@ -17,6 +17,7 @@ from flax_sg import testing
 from tests.errors import block_errors
 
 PARAMS = {'head': jnp.ones(3), 'body': jnp.ones((4, 3))}
+KEY = jax.random.key(0)
 SHAPES = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 
@@ -137,6 +138,49 @@ CASES: dict[str, tuple[Any, ...]] = {
     'parameters as in a step': (
         lambda: sg.tabulate(fnn.Dense(2), {'body': {'kernel': 1.0}}, jnp.ones(2)),
         'ArgumentTypeError: gave Dense variables as | sg.tabulate(model, x)',
+    ),
+    'a model without its variables': (
+        lambda: sg.live(fnn.Dense(2), jnp.ones(2)),
+        'ArgumentTypeError: Dense was given an array (float32[2]) as its variables | '
+        'sg.live(model, variables, x)',
+        lambda: sg.live(fnn.Dense(2), fnn.Dense(2).init(KEY, jnp.ones(2)), jnp.ones(2)),
+    ),
+    'a model of NNX in the place of a loss': (
+        lambda: sg.live(MODEL, jnp.ones(2)),
+        'ArgumentTypeError: Linear is a model | float32[2] | sg.live(loss, model, x)',
+        lambda: sg.live(lambda model, x: jnp.sum(model(x)), MODEL, jnp.ones(2)),
+    ),
+    'a glob in the place of inputs': (
+        lambda: sg.paths(fnn.Dense(2), 'ker*'),
+        "ArgumentTypeError: paths() gave Dense 'ker*' as an input | "
+        "sg.paths(model, x, where='ker*')",
+        lambda: sg.paths(fnn.Dense(2), jnp.ones(2), where='ker*'),
+    ),
+    'a filter in a table of modules': (
+        lambda: sg.tabulate(fnn.Dense(2), jnp.ones(2), where=sg.where('ker*')),
+        "ArgumentTypeError: tabulate() gave Dense Glob('ker*') as an input | "
+        'sg.paths(model, x, where=where)',
+        lambda: sg.paths(fnn.Dense(2), jnp.ones(2), where=sg.where('ker*')),
+    ),
+    'a filter in a table of a model of NNX': (
+        lambda: sg.tabulate(MODEL, 'ker*'),
+        "ArgumentTypeError: 'ker*' as an input | sg.paths(model, where='ker*')",
+        lambda: sg.paths(MODEL, where='ker*'),
+    ),
+    'paths of a model of NNX, the filter without its name': (
+        lambda: sg.paths(MODEL, 'ker*'),
+        "ArgumentTypeError: this model takes none | sg.paths(model, where='ker*')",
+        lambda: sg.paths(MODEL, where='ker*'),
+    ),
+    'a model of NNX without inputs': (
+        lambda: sg.tabulate(MODEL),
+        'ArgumentTypeError: gave Linear no inputs | sg.tabulate(model, x)',
+        lambda: sg.tabulate(MODEL, jnp.ones(2)),
+    ),
+    'a model of linen without inputs': (
+        lambda: sg.paths(fnn.Dense(2)),
+        'ArgumentTypeError: gave Dense no inputs | sg.paths(model, x)',
+        lambda: sg.paths(fnn.Dense(2), jnp.ones(2)),
     ),
     'the value of a loss': (
         lambda: sg.live(jnp.ones(2), {'w': 1.0}),

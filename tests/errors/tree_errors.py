@@ -264,7 +264,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'a filter in place of inputs': (
         lambda: sg.paths(PARAMS, 'head/**'),
-        "ArgumentTypeError: 'head/**' | sg.paths(tree, where='encoder/**')",
+        "ArgumentTypeError: 'head/**' | sg.paths(tree, where='head/**')",
     ),
     'parts without a star': (
         lambda: sg.combine(sg.partition(PARAMS, 'head/w')),
