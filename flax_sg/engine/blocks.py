@@ -54,6 +54,8 @@ class Block:
             function called in the block; see ``late_rules.py``.
         beside: the variables that were met while JAX traced nothing in the block.
         roots: the roots that were met. The block keeps those alive that are older.
+        copies: the dicts of scopes that hold copies of a collection, the collection,
+            and what the dict had before; see ``copies.py``.
     """
 
     rewrite: rules.Rewrite
@@ -74,6 +76,9 @@ class Block:
     is_open: bool = True
     beside: set[Facts] = field(default_factory=set)
     roots: ByIdentity[Root | None] = field(default_factory=ByIdentity)
+    copies: list[tuple[dict[str, Any], str, Any]] = field(
+        default_factory=list[tuple[dict[str, Any], str, Any]]
+    )
 
     def covers(self, root: Root) -> bool:
         """Whether the block covers a tree: that of its owner alone.

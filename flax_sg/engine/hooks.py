@@ -13,6 +13,7 @@ from flax.core.scope import Scope
 
 from flax_sg.engine import (
     blocks,
+    copies,
     judgement,
     late_rules,
     roots,
@@ -77,6 +78,8 @@ def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
             root.sown.add(key)
         value = views.stored(root, open_blocks, key, value)
         writes.check(self, open_blocks, key, value)
+        if copies.put(self, open_blocks, key, value):
+            return
     _original['put_variable'](self, col, name, value)
 
 

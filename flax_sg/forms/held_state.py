@@ -17,7 +17,7 @@ from flax import linen
 from flax.core.scope import DenyList, Scope
 
 from flax_sg import filters
-from flax_sg.engine import blocks, roots, selection
+from flax_sg.engine import blocks, copies, roots, selection
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key, facts_of, iter_leaf_keys
@@ -81,6 +81,7 @@ def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
             yield
             return
         opened = stack.enter_context(block)
+        stack.callback(copies.drop, opened)
         takes = functools.partial(_takes, opened)
         stack.enter_context(_held(module, takes))
         # At initialization the first state is made as without a wrapper.

@@ -2,12 +2,15 @@
 
 import functools
 import itertools
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import errors as flax_errors
 from flax import linen
+from flax.core import freeze
 
 from flax_sg import errors, filters
 from flax_sg import linen as nn
@@ -320,3 +323,91 @@ def test_state_of_another_structure_is_held(before: Any) -> None:
     expected, moved = Reshapes().apply(variables, X, mutable='memory')
     oracle.assert_same((found, written), (expected, variables))
     assert jax.tree.structure(moved) != jax.tree.structure(variables)
+
+
+class Counts(linen.Module):
+    """What it computes depends on state that it has written in the same call."""
+
+    @linen.compact
+    def __call__(self, x):
+        calls = self.variable('calls', 'n', lambda: jnp.zeros(()))
+        calls.value = calls.value + 1.0
+        return linen.BatchNorm(False, name='norm')(x) * calls.value
+
+
+class Twice(linen.Module):
+    """Its layers write state, one of them twice, and it reads what they wrote."""
+
+    lift: Any = bare
+
+    def setup(self):
+        self.one = self.lift(Counts)()
+        self.two = self.lift(Counts)()
+
+    def __call__(self, x):
+        y = self.two(self.one(x)) + self.one(x)
+        return y * self.one.variables['calls']['n']
+
+
+class Beside(linen.Module):
+    """Reads the state of a module before, between and after the calls of a view."""
+
+    wrap: Any = bare
+    lift: Any = bare
+
+    def setup(self):
+        self.net = Twice(self.lift)
+
+    def __call__(self, x):
+        view, seen = self.wrap(self.net), [self.net.one.variables['calls']['n']]
+        for _ in range(2):
+            seen += [view(x), self.net.variables['calls']['one']['n']]
+        return seen
+
+
+def held(module: Any) -> Any:
+    return nn.Frozen(module, state='hold')
+
+
+STATES = ['batch_stats', 'calls']
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('wrap', [held, nn.mirror])
+def test_held_state_need_not_be_mutable(wrap: Any) -> None:
+    of_net = Twice().init(KEY, X)
+    variables = {name: {'net': tree} for name, tree in of_net.items()}
+    before = jax.tree.map(lambda leaf: leaf, variables)
+    model = Beside(wrap)
+    expected, written = model.apply(variables, X, mutable=STATES)
+    oracle.assert_same(written, {name: variables[name] for name in STATES})
+    for given in variables, freeze(variables):
+        oracle.assert_same(model.apply(given, X), expected)
+    assert jax.tree.all(jax.tree.map(operator.is_, variables, before))
+    oracle.assert_same_function(
+        model.apply, lambda v, x: model.apply(v, x, mutable=STATES)[0], variables, X
+    )
+    bound = model.bind(variables)
+    oracle.assert_same([bound(X), bound(X)], [expected, expected])
+
+
+@pytest.mark.parametrize('where', [True, 'one/**'])
+def test_state_that_is_not_held_has_to_be_mutable(where: Any) -> None:
+    """Nor may a module write beside its view, or in the body of a transform."""
+    variables = Twice().init(KEY, X)
+    frozen = nn.Frozen(Twice(), where, state='hold')
+    if where is True:
+        frozen = nn.Frozen(Twice(linen.remat), state='hold')
+    with pytest.raises(flax_errors.ModifyScopeVariableError):
+        frozen.apply(variables, X)
+    frozen.apply(variables, X, mutable=STATES)
+
+    class Both(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            net = Twice(name='net')
+            return nn.mirror(net)(x), net(x)
+
+    of_net = {name: {'net': tree} for name, tree in variables.items()}
+    with pytest.raises(flax_errors.ModifyScopeVariableError):
+        Both().apply(of_net, X)
