@@ -12,9 +12,10 @@ from flax import linen
 
 from flax_sg import errors, filters
 from flax_sg.ahead.arguments import Argument, check
+from flax_sg.ahead.report import Root, report
 from flax_sg.ahead.split import Split, Step, split
 from flax_sg.internals import jaxprs
-from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of
+from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import DECLARED, Declared, chosen
 
 Name = int | str
@@ -22,13 +23,19 @@ Name = int | str
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Precomputed:
-    """A function in two, see ``precompute``."""
+    """A function in two, see ``sg.precompute``.
+
+    ``print`` shows a table: each value that is kept, its bytes, and the line that makes
+    it; the share of the flops that is done once; and why a frozen module is computed at
+    each step.
+    """
 
     _split: Split
     _arguments: dict[Name, Argument]
     _params: tuple[int, ...]
     _each: tuple[Name, ...]
     _out: Any
+    _outputs: tuple[str, ...]
 
     @property
     def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -62,6 +69,20 @@ class Precomputed:
         out = self._run('late', self._split.late, values, self._split.outputs)
         return jax.tree.unflatten(self._out, out)
 
+    def __str__(self) -> str:
+        roots = {
+            slot: Root(argument.paths[number] if is_own else argument.title, is_own)
+            for name, argument in self._arguments.items()
+            for is_own in [name in self._params]
+            for number, slots in enumerate(argument.slots)
+            for slot in slots
+        }
+        return report(self._split, self._outputs, roots)
+
+    def __repr__(self) -> str:
+        kept = ', '.join(self._split.avals[n].str_short() for n in self._split.kept)
+        return f'<precomputed: keeps {kept or "nothing"}>'
+
     def _run(
         self, part: str, steps: Sequence[Step], values: dict[int, Any], asked: Any
     ) -> list[Any]:
@@ -70,7 +91,7 @@ class Precomputed:
             read = step.read() if step else [x for x in asked if isinstance(x, int)]
             if missing := {*read} - known:
                 slot = min(missing)
-                line = jaxprs.source_of(step.eqn) if step else ''
+                line = step.source if step else ''
                 raise errors.AbsentLeafError(
                     f'{self._name_of(slot)} is ABSENT, and {part} reads it'
                     f'{" at " + line if line else ""}.\n'
@@ -185,9 +206,9 @@ def precompute(
         given = {name: arguments[name].restored(trees[name], arrays) for name in trees}
         words = {name: given[name] for name in kwargs}
         out = run(*(given[n] for n in range(len(args))), **words)
-        values, treedef = jax.tree.flatten(out)
-        form.append(treedef)
-        return values
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(out)
+        form[:] = treedef, tuple(path_of(keys) for keys, _ in pairs)
+        return [leaf for _, leaf in pairs]
 
     program = jax.make_jaxpr(of_arrays)(inputs)
     changes, is_data = [False] * len(inputs), [False] * len(inputs)
@@ -198,12 +219,14 @@ def precompute(
                 changes[slot] = is_trained or name in changing
                 is_data[slot] = name not in own
     parts = split(program, changes, is_data)
-    if not parts.kept:
+    made = Precomputed(parts, arguments, tuple(own), changing, *form)
+    if not parts.early:
         warnings.warn(
-            'Nothing is kept: all that fun computes from data reads what changes.',
+            'Nothing is computed once: all that costs something reads what changes.\n'
+            f'{made}',
             stacklevel=2,
         )
-    return Precomputed(parts, arguments, tuple(own), changing, form[0])
+    return made
 
 
 def _names(

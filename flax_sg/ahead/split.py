@@ -9,6 +9,7 @@ from jax.extend.core import Literal
 
 from flax_sg import errors
 from flax_sg.ahead.cut import cheapest_cut
+from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
 # What is made again rather than kept: it costs as much as to read it.
@@ -32,12 +33,18 @@ class Step(NamedTuple):
     """
 
     eqn: Any
+    site: Site
     ins: tuple[int | Literal, ...]
     outs: tuple[int, ...]
 
     def read(self) -> list[int]:
         """The values that it reads."""
         return [x for x in self.ins if not isinstance(x, Literal)]
+
+    @property
+    def source(self) -> str:
+        """The line of the user."""
+        return self.site.source(self.eqn)
 
 
 class Split(NamedTuple):
@@ -50,6 +57,9 @@ class Split(NamedTuple):
         outputs: the values that the program returns, or constants.
         avals: the type of each value.
         constants: the values that are constants of the program.
+        steps: all steps.
+        changing: the values that change from step to step.
+        data: the values that depend on the data of a batch, and do not change.
     """
 
     early: list[Step]
@@ -58,6 +68,9 @@ class Split(NamedTuple):
     outputs: list[int | Literal]
     avals: list[Any]
     constants: dict[int, Any]
+    steps: list[Step]
+    changing: set[int]
+    data: set[int]
 
     def run(
         self, steps: Sequence[Step], values: Mapping[int, Any], asked: Sequence[Any]
@@ -91,7 +104,9 @@ def split(program: Any, changes: Sequence[bool], is_data: Sequence[bool]) -> Spl
         avals.append(var.aval)
         return len(avals) - 1
 
-    def walk(closed: Any, ins: Sequence[int | Literal]) -> list[int | Literal]:
+    def walk(
+        closed: Any, ins: Sequence[int | Literal], site: Site
+    ) -> list[int | Literal]:
         numbers: dict[Any, int | Literal] = dict(
             zip(closed.jaxpr.invars, ins, strict=True)
         )
@@ -105,16 +120,16 @@ def split(program: Any, changes: Sequence[bool], is_data: Sequence[bool]) -> Spl
         for eqn in closed.jaxpr.eqns:
             read = tuple(map(at, eqn.invars))
             if jaxprs.is_plain_jit(eqn):
-                outs = walk(eqn.params['jaxpr'], read)
+                outs = walk(eqn.params['jaxpr'], read, Site(eqn, site))
                 numbers.update(zip(eqn.outvars, outs, strict=True))
                 continue
             made = tuple(map(new, eqn.outvars))
             numbers.update(zip(eqn.outvars, made, strict=True))
-            steps.append(Step(eqn, read, made))
+            steps.append(Step(eqn, site, read, made))
         return [at(atom) for atom in closed.jaxpr.outvars]
 
     inputs = [new(var) for var in program.jaxpr.invars]
-    outputs = walk(program, inputs)
+    outputs = walk(program, inputs, Site())
     changing = {n for n in inputs if changes[n]}
     data = {n for n in inputs if is_data[n] and not changes[n]}
     makers: dict[int, list[int]] = {}
@@ -131,13 +146,13 @@ def split(program: Any, changes: Sequence[bool], is_data: Sequence[bool]) -> Spl
         elif step.eqn.effects:
             raise errors.ArgumentTypeError(
                 f'{jaxprs.operation(step.eqn)} has an effect, and stands in the part '
-                f'that is computed once: {jaxprs.source_of(step.eqn) or "unknown"}.\n'
+                f'that is computed once: {step.source}.\n'
                 'Computed ahead, it would not run at each step.\n'
                 'Take it out of the loss, or name an argument that it reads in each=.'
             )
         elif not data.isdisjoint(read):
             data.update(step.outs)
-            if _is_cheap(step.eqn):
+            if is_cheap(step.eqn):
                 of_data = [x for x in dict.fromkeys(read) if x in data]
                 makers.update(dict.fromkeys(step.outs, of_data))
     live = _needed(at_each_step, outputs)
@@ -150,7 +165,7 @@ def split(program: Any, changes: Sequence[bool], is_data: Sequence[bool]) -> Spl
     wanted = [step for step in at_each_step if step.eqn.effects]
     late = _made(steps, maker, ends, wanted + live, set(kept))
     early = _made(steps, maker, kept, [], set())
-    return Split(early, late, kept, outputs, avals, constants)
+    return Split(early, late, kept, outputs, avals, constants, steps, changing, data)
 
 
 def _needed(at_each_step: Sequence[Step], outputs: Iterable[Any]) -> list[Step]:
@@ -184,7 +199,8 @@ def _made(
     return [step for step in steps if id(step) in run]
 
 
-def _is_cheap(eqn: Any) -> bool:
+def is_cheap(eqn: Any) -> bool:
+    """Whether the outputs of an equation are made again, rather than kept."""
     if eqn.primitive.name in jaxprs.CUSTOM_CALLS or jaxprs.is_plain_jit(eqn):
-        return all(map(_is_cheap, jaxprs.body_of(eqn).eqns))
+        return all(map(is_cheap, jaxprs.body_of(eqn).eqns))
     return eqn.primitive.name in _CHEAP

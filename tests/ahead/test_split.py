@@ -118,7 +118,7 @@ def test_cheap_values_are_made_again() -> None:
 
 def test_nothing_to_keep() -> None:
     """It is said, if only frozen parameters and what changes are read."""
-    with pytest.warns(UserWarning, match='Nothing is kept'):
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
         sg.precompute(lambda params, key: params['a'] @ params['b'], PARAMS, X, each=1)
 
 

@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     'nothing to compute once': (
         lambda: sg.precompute(loss, PARAMS, X, each=1),
-        'UserWarning: Nothing is kept',
+        'UserWarning: Nothing is computed once',
     ),
     'a batch of another size': (
         lambda: split().early(PARAMS, X[:2]),

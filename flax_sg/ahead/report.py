@@ -1,0 +1,199 @@
+"""What is kept, what it saves, and why a frozen module is computed at each step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from flax_sg.ahead.split import Split, Step, is_cheap
+from flax_sg.internals import jaxprs
+from flax_sg.rendering import text
+
+# How many obstacles a report shows.
+_SHOWN = 8
+
+
+class Root(NamedTuple):
+    """What an input of the program is, for a report.
+
+    Attributes:
+        name: the path of a parameter, or the name of another argument.
+        is_parameter: whether it is a parameter.
+    """
+
+    name: str
+    is_parameter: bool
+
+
+class Kept(NamedTuple):
+    """A value that is kept: its type, its bytes, and the line that makes it."""
+
+    type: str
+    bytes: int
+    line: str
+
+
+def kept_of(split: Split) -> list[Kept]:
+    """The values that are kept."""
+    makers = {n: step for step in split.steps for n in step.outs}
+    rows: list[Kept] = []
+    for number in split.kept:
+        aval, step = split.avals[number], makers.get(number)
+        line = f'{jaxprs.operation(step.eqn)} at {step.source}' if step else 'an input'
+        rows.append(Kept(aval.str_short(), aval.size * aval.dtype.itemsize, line))
+    return rows
+
+
+def flops_of(eqns: Iterable[Any]) -> float:
+    """The flops of some equations. Of a branch the longest, of a loop all turns.
+
+    A ``while`` has no known number of turns, and counts once.
+    """
+    return sum(map(_flops, eqns))
+
+
+def _flops(eqn: Any) -> float:
+    name, params = eqn.primitive.name, eqn.params
+    size = sum(math.prod(var.aval.shape) for var in eqn.outvars)
+    if name == 'dot_general':
+        (contracted, _), _ = params['dimension_numbers']
+        shape = eqn.invars[0].aval.shape
+        return 2.0 * size * math.prod(shape[axis] for axis in contracted)
+    if name == 'conv_general_dilated':
+        kernel = eqn.invars[1].aval.shape
+        return (
+            2.0
+            * size
+            * math.prod(kernel)
+            / kernel[params['dimension_numbers'].rhs_spec[0]]
+        )
+    if name in jaxprs.CUSTOM_CALLS:
+        return flops_of(jaxprs.body_of(eqn).eqns)
+    if bodies := jaxprs.Bodies.of(eqn).jaxprs:
+        return params.get('length', 1) * max(
+            flops_of(jaxprs.opened(body).eqns) for body in bodies
+        )
+    return float(size)
+
+
+class Obstacle(NamedTuple):
+    """Why some frozen parameters are read at each step.
+
+    Attributes:
+        module: the module of the parameters, as far as it tells it from the reason.
+        reason: the module of a trained parameter, or an argument.
+        is_trained: whether it is a trained parameter.
+        line: where it enters.
+    """
+
+    module: str
+    reason: str
+    is_trained: bool
+    line: str
+
+
+def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
+    """The frozen modules that are computed at each step.
+
+    Args:
+        split: the program.
+        roots: what its inputs are.
+    """
+    # For each value that changes the inputs that it depends on and that change.
+    changing = {n: {n} for n in roots if n in split.changing}
+    # For each value that is made of frozen parameters alone what these are.
+    frozen = {n: {n} for n, r in roots.items() if r.is_parameter and n not in changing}
+    enters: dict[int, Step] = {}
+    in_late = {id(step) for step in split.late}
+    rows: dict[Obstacle, None] = {}
+    for step in split.steps:
+        read = step.read()
+        reasons = set[int]().union(*(changing.get(n, ()) for n in read))
+        weights = set[int]().union(*(frozen.get(n, ()) for n in read))
+        if not reasons:
+            if weights and split.data.isdisjoint(read):
+                frozen.update(dict.fromkeys(step.outs, weights))
+            continue
+        changing.update(dict.fromkeys(step.outs, reasons))
+        for n in read:
+            for reason in reasons - changing.get(n, set()):
+                if n in changing or n in split.data:
+                    enters.setdefault(reason, step)
+        if weights and not is_cheap(step.eqn) and id(step) in in_late:
+            # Of several reasons the one that enters first.
+            reason = next((n for n in enters if n in reasons), min(reasons))
+            line = enters.get(reason, step).source
+            for weight in sorted(weights):
+                rows.setdefault(_obstacle(roots[weight], roots[reason], line))
+    return [*rows]
+
+
+def _obstacle(weight: Root, reason: Root, line: str) -> Obstacle:
+    """Two paths as far as the first name in which they differ."""
+    if not reason.is_parameter:
+        return Obstacle(weight.name.partition('/')[0], reason.name, False, line)
+    names = [weight.name.split('/'), reason.name.split('/')]
+    pairs = zip(*names, strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    module, other = ('/'.join(path[: same + 1]) for path in names)
+    return Obstacle(module, other, True, line)
+
+
+def written(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> list[str]:
+    """The parameters that early reads and a step writes.
+
+    A step writes a parameter if an output has the same path and shape.
+
+    Args:
+        split: the program.
+        paths: the path of each output.
+        roots: what the inputs are.
+    """
+    found: list[str] = []
+    read = {n for step in split.early for n in step.read()}
+    for number, root in roots.items():
+        if not root.is_parameter or number not in read:
+            continue
+        for path, output in zip(paths, split.outputs, strict=True):
+            if isinstance(output, Literal) or output == number:
+                continue
+            is_same = f'/{path}'.endswith(f'/{root.name}')
+            if is_same and split.avals[output].shape == split.avals[number].shape:
+                found.append(root.name)
+    return [*dict.fromkeys(found)]
+
+
+def report(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> str:
+    """All of this as text."""
+    rows = kept_of(split)
+    lines: list[str] = []
+    if rows:
+        cells = [[row.type, f'{row.bytes:,}', row.line] for row in rows]
+        lines += [text.table(['kept', 'bytes', 'made by'], cells, ['bytes']), '']
+    once, late = (flops_of(s.eqn for s in part) for part in (split.early, split.late))
+    share = once / (once + late) if once + late else 0.0
+    total = sum(row.bytes for row in rows)
+    lines.append(f'{share:.1%} of the flops are done once; {total:,} bytes are kept.')
+    found = obstacles(split, roots)
+    for row in found[:_SHOWN]:
+        lines.append(
+            f'{row.module} is computed at each step: {row.reason}, which '
+            f'{"is trained" if row.is_trained else "changes"}, enters at {row.line}.'
+        )
+    if len(found) > _SHOWN:
+        lines.append(f'So are {len(found) - _SHOWN} others.')
+    if not all(row.is_trained for row in found):
+        lines.append(
+            'If that is the key of dropout, turn dropout off there '
+            "(nn.Frozen(module, state='eval')), or leave the key out of each=."
+        )
+    for name in written(split, paths, roots):
+        lines.append(
+            f'{name} is written by the function. What is computed once reads the value '
+            'that early gets.'
+        )
+    return '\n'.join(lines)

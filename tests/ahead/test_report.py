@@ -1,0 +1,126 @@
+"""What ``print`` says of a split: what is kept, and what stands in the way."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_sg as sg
+from flax_sg import linen as nn
+from flax_sg.ahead.report import flops_of
+
+KEY = jax.random.key(0)
+X = jnp.ones((4, 8))
+
+
+class Net(nn.Module):
+    """Two layers, a normalization and a head; dropout or an adapter before them."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        if self.kind == 'adapter':
+            x = nn.Dense(8, name='adapter')(x)
+        x = nn.Dense(8, name='first')(x)
+        if self.kind == 'dropout':
+            x = nn.Dropout(0.5, deterministic=False)(x)
+        x = nn.relu(nn.Dense(8, name='tower')(x))
+        return nn.Dense(2, name='head')(nn.BatchNorm(False, name='norm')(x))
+
+
+def split(kind: str, *wrt: str) -> Any:
+    net = Net(kind)
+    variables = net.init({'params': KEY, 'dropout': KEY}, X)
+
+    def loss(variables: Any, x: Any, key: Any) -> Any:
+        rngs = {'dropout': key}
+        y, new = net.apply(variables, x, rngs=rngs, mutable=['batch_stats'])
+        return jnp.mean(y**2), new
+
+    return sg.precompute(loss, variables, X, KEY, wrt=[*wrt], each=2)
+
+
+def lines(ahead: Any) -> list[str]:
+    """The report, without the numbers of lines."""
+    text = str(ahead).splitlines()
+    return [line.partition(' at test_report.py:')[0] for line in text]
+
+
+def test_a_head():
+    """What is kept; running statistics that are read once and written."""
+    ahead = split('head', 'head/**')
+    *statistics, features = [row for row in lines(ahead) if row.startswith('float32')]
+    assert features == 'float32[4,8]     128   add'
+    assert statistics == ['float32[8]        32   add'] * 2
+    assert repr(ahead) == ('<precomputed: keeps float32[8], float32[8], float32[4,8]>')
+    *_, share, mean, var = lines(ahead)
+    assert share.endswith('% of the flops are done once; 192 bytes are kept.')
+    assert float(share.partition('%')[0]) > 80
+    assert [mean.split()[0], var.split()[0]] == ['norm/mean', 'norm/var']
+
+
+def test_a_key_that_enters():
+    """The line of dropout, and the module behind it alone."""
+    assert [line for line in lines(split('dropout', 'head/**')) if 'each' in line] == [
+        'tower is computed at each step: argument 2, which changes, enters',
+        'If that is the key of dropout, turn dropout off there '
+        "(nn.Frozen(module, state='eval')), or leave the key out of each=.",
+    ]
+
+
+def test_an_adapter_in_front():
+    """It is trained, so all behind it is computed at each step: a warning says so."""
+    with pytest.warns(UserWarning, match='first is computed at each step: adapter'):
+        ahead = split('adapter', 'adapter/**', 'head/**')
+    assert [line for line in lines(ahead) if 'each step' in line] == [
+        'first is computed at each step: adapter, which is trained, enters',
+        'tower is computed at each step: adapter, which is trained, enters',
+    ]
+    assert 'an input' in str(ahead)
+
+
+def test_modules_as_far_as_they_differ():
+    """Layers with a trained part each; the rest of a long list is counted."""
+    params = {f'layer_{n}': {'a': X.T @ X, 'w': X.T @ X} for n in range(12)}
+
+    def loss(params: Any, x: Any) -> Any:
+        for layer in params.values():
+            x = x @ layer['w'] + x @ layer['a']
+        return x.sum()
+
+    ahead = sg.precompute(
+        lambda p, x: loss(p['net'], x), {'net': params}, X, wrt='**/a'
+    )
+    text = [line for line in lines(ahead) if 'each step' in line]
+    assert text[0] == (
+        'net/layer_1 is computed at each step: net/layer_0, which is trained, enters'
+    )
+    assert len(text) == 8
+    assert str(ahead).splitlines()[-1] == 'So are 3 others.'
+
+
+def test_flops():
+    """Products, convolutions, loops and branches, counted by hand."""
+    image, kernel = jnp.ones((1, 5, 5, 3)), jnp.ones((3, 3, 3, 2))
+
+    def conv(x: Any, k: Any) -> Any:
+        dims = ('NHWC', 'HWIO', 'NHWC')
+        return jax.lax.conv_general_dilated(x, k, (1, 1), 'VALID', None, None, dims)
+
+    def loop(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (c @ c, None), x, None, 3)[0]
+
+    def branch(x: Any) -> Any:
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: x)
+
+    def of(fun: Any, *args: Any) -> float:
+        return flops_of(jax.make_jaxpr(fun)(*args).eqns)
+
+    square = X.T @ X
+    assert of(jnp.dot, X, square) == 2 * 4 * 8 * 8
+    assert of(conv, image, kernel) == 2 * (3 * 3 * 2) * (3 * 3 * 3)
+    assert of(loop, square) == 3 * 2 * 8**3
+    assert 2 * 8**3 < of(branch, square) < 2 * 8**3 + 10
+    assert of(jax.nn.relu, X) == 32
