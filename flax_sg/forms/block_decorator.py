@@ -254,8 +254,8 @@ class TakesTarget(Protocol[P]):
     def __call__(self, target: T, /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
-def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
-    """Lets a function that makes a rewrite take what to lift as its first argument.
+def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
+    """Makes blocks of rewrites, and lets the target be the first argument.
 
     ``nn.stop_gradient(nn.Dense, 'kernel')`` is then what
     ``nn.stop_gradient('kernel')(nn.Dense)`` is. A Module class or a module in front of
@@ -281,9 +281,9 @@ def takes_target(make: Callable[P, BlockDecorator]) -> TakesTarget[P]:
         if not has_target:
             if methods is not None:
                 raise _methods_without_class(methods)
-            return make_of(*args, **kwargs)
+            return BlockDecorator.of(make_of(*args, **kwargs))
         target, *rest = args
-        return make_of(*rest, **kwargs)(target, methods)
+        return BlockDecorator.of(make_of(*rest, **kwargs))(target, methods)
 
     out: Any = with_target
     return out

@@ -9,9 +9,9 @@ from flax.core.scope import CollectionFilter
 
 from flax_sg import filters
 from flax_sg.filters.paths import Path
-from flax_sg.forms.block_decorator import BlockDecorator, takes_target
+from flax_sg.forms.block_decorator import takes_target
 from flax_sg.internals import modules
-from flax_sg.rules import rewrites
+from flax_sg.rules import rewrites, rules
 from flax_sg.trees.leaves import ABSENT, Absent
 
 
@@ -23,7 +23,7 @@ def stop_gradient(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
     levels: int | None = None,
-) -> BlockDecorator:
+) -> rules.Rewrite:
     """Stops the gradient of the parameters that ``where`` selects.
 
     ``where`` names what is **stopped**. To name what is trained instead, and stop
@@ -114,10 +114,8 @@ def stop_gradient(
         jitted functions may be called inside and outside of it; a fresh but equal
         filter does not retrace. See google/flax issue #1857, where the idea comes from.
     """
-    return BlockDecorator.of(
-        rewrites.stop_gradient(
-            where, collections=collections, unused=unused, levels=levels
-        )
+    return rewrites.stop_gradient(
+        where, collections=collections, unused=unused, levels=levels
     )
 
 
@@ -128,7 +126,7 @@ def train_only(
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> BlockDecorator:
+) -> rules.Rewrite:
     """Stops the gradient of all parameters except those that ``where`` selects.
 
     ``where`` names what is **trained**. ``train_only(where)`` is
@@ -158,9 +156,7 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    return BlockDecorator.of(
-        rewrites.train_only(where, collections=collections, unused=unused)
-    )
+    return rewrites.train_only(where, collections=collections, unused=unused)
 
 
 @takes_target
@@ -170,7 +166,7 @@ def read_only(
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = True,
     unused: str = 'raise',
-) -> BlockDecorator:
+) -> rules.Rewrite:
     """Raises where a variable that ``where`` selects is written or created.
 
     Reads stay the same. Writes are ``put_variable``, ``variable.value = ``, ``sow`` and
@@ -216,9 +212,7 @@ def read_only(
         The last of the wishes at the end of google/flax issue #1857: parameters that
         are constant within a block.
     """
-    return BlockDecorator.of(
-        rewrites.read_only(where, collections=collections, unused=unused)
-    )
+    return rewrites.read_only(where, collections=collections, unused=unused)
 
 
 # What stands for other values; ``substitute`` explains the members.
@@ -235,7 +229,7 @@ def substitute(
     methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> BlockDecorator:
+) -> rules.Rewrite:
     """Lets modules read other values in place of their variables.
 
     In the block the selected variables read as other values, and gradients flow to
@@ -305,6 +299,6 @@ def substitute(
         in the function, or pass the values as its arguments. See google/flax issue
         #1857; dm-haiku has ``custom_getter`` for this.
     """
-    return BlockDecorator.of(
-        rewrites.substitute(values, where=where, collections=collections, unused=unused)
+    return rewrites.substitute(
+        values, where=where, collections=collections, unused=unused
     )

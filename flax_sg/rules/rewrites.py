@@ -121,10 +121,59 @@ def map_cotangent(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
-    """Cotangents go through a function.
+    """Passes the cotangent of each selected parameter through a function, once.
 
-    >>> map_cotangent('bias', lambda path, ct: -ct).where
-    Glob('bias')
+    Values stay the same to the last bit. In the backward pass JAX sums the cotangents
+    of all uses of a parameter in one block and one ``apply``, scans, ``remat`` and
+    ``jit`` in the block included. ``fn`` maps this sum, and the result goes to whatever
+    differentiates the parameter. Where a scan or ``vmap`` around the block maps over
+    the parameters themselves, ``fn`` gets the cotangent of one step or one example.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> model = nn.Sequential([nn.Dense(3), nn.Dense(1)])
+    >>> x = jnp.ones((4, 2))
+    >>> params = model.init(jax.random.key(0), x)['params']
+    >>> def loss(params):
+    ...     with nn.map_cotangent('layers_0/*', lambda path, ct: jnp.sign(ct)):
+    ...         return jnp.sum(model.apply({'params': params}, x))
+    >>> jax.grad(loss)(params)['layers_1']['bias'].tolist()
+    [4.0]
+    >>> bool(jnp.all(jnp.abs(jax.grad(loss)(params)['layers_0']['kernel']) == 1.0))
+    True
+
+    Use the result as that of ``nn.stop_gradient``: in a ``with`` statement, on a Module
+    class, a method, a function or a module (each call of the wrapper is a block of its
+    own), with ``flax_sg.core.lift`` on scopes and ``flax_sg.rewrite`` on trees. A class
+    or a module may come first: ``nn.scale_gradient(nn.Dense, 'kernel', 0.5)``.
+
+    Args:
+        where: the parameters whose cotangents are mapped, by any kind of filter, see
+            ``nn.stop_gradient``. ``True`` leaves integers out.
+        fn: called as ``fn(path, cotangent, *values)``. It returns an array of the
+            cotangent's shape and dtype. It may depend on its arguments alone: another
+            function is another program, which JAX compiles anew.
+        *values: numbers and arrays, traced or not, that ``fn`` needs.
+        collections: the collections that ``where`` looks at.
+        unused: ``'raise'`` if a part of ``where`` took no variable by the end of the
+            block, ``'ignore'`` to let that pass.
+
+    Returns:
+        A value for ``with``, for ``@`` and for calling on a target.
+
+    Raises:
+        CotangentError: if a variable that is selected by name is no real or complex
+            array; in the backward pass, if ``fn`` changes the shape or the dtype.
+        ArgumentTypeError: if ``fn`` is no function, or reads a traced value that is no
+            argument of it; if one of ``values`` is no number or array.
+        TypeError: JAX's own, in forward mode (``jax.jvp``, ``jax.jacfwd``), which has
+            no cotangents. ``jax.jacfwd`` of a gradient works.
+
+    Note:
+        The innermost level that differentiates a parameter maps its cotangent. A
+        second derivative is that of the mapped gradient. JAX does not call ``fn`` for a
+        parameter that no output depends on. Asked for at the end of google/flax issue
+        #1857.
     """
     if not callable(fn):
         write = 'nn.map_cotangent(where, lambda path, ct: 2.0 * ct)'
@@ -151,10 +200,33 @@ def scale_gradient(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
-    """Cotangents are multiplied by a number.
+    """Multiplies the gradient of the selected parameters by a number.
 
-    >>> scale_gradient('bias', 0.5)
-    scale_gradient(Glob('bias'), 0.5)
+    Forward mode works too: it multiplies the tangents.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> dense = nn.Dense(1)
+    >>> slow = nn.scale_gradient('kernel', 0.5)(dense)  # a wrapper, as nn.Frozen
+    >>> x = jnp.ones((4, 2))
+    >>> params = slow.init(jax.random.key(0), x)['params']
+    >>> grads = jax.grad(lambda p: jnp.sum(slow.apply({'params': p}, x)))(params)
+    >>> grads['kernel'].tolist(), grads['bias'].tolist()
+    ([[2.0], [2.0]], [4.0])
+
+    Args:
+        where: the parameters, as for ``map_cotangent``.
+        factor: one number, traced or not, such as a schedule returns. It is converted
+            to the dtype of the parameter. A factor of 0 computes a backward pass of
+            zeros; ``nn.stop_gradient`` computes none.
+        collections: as for ``map_cotangent``.
+        unused: as for ``map_cotangent``.
+
+    Returns:
+        As ``map_cotangent``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: if ``factor`` is not one number.
     """
     _check_number('factor', factor)
     rule = cotangents.Scale(factor)
@@ -168,10 +240,30 @@ def reverse_gradient(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
-    """Cotangents are multiplied by a number and change their sign.
+    """Reverses the gradient of the selected parameters, which then raise the loss.
 
-    >>> reverse_gradient('bias')
-    scale_gradient(Glob('bias'), -1.0)
+    It is ``scale_gradient(where, -factor)``. One loss then trains a discriminator and,
+    against it, the features that it sees:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> class Adversarial(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         with nn.reverse_gradient('features/**', 0.1):
+    ...             return nn.Dense(1)(nn.Dense(3, name='features')(x))
+
+    Args:
+        where: the parameters, as for ``map_cotangent``.
+        factor: how strongly, one number, traced or not.
+        collections: as for ``map_cotangent``.
+        unused: as for ``map_cotangent``.
+
+    Returns:
+        As ``map_cotangent``.
+
+    Note:
+        Domain-adversarial training (Ganin and Lempitsky, 2015).
     """
     _check_number('factor', factor)
     return scale_gradient(where, -factor, collections=collections, unused=unused)
@@ -186,10 +278,39 @@ def clip_gradient(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
-    """Cotangents are clipped by one of three bounds.
+    """Clips the gradient of the selected parameters, summed over the block.
 
-    >>> clip_gradient('bias', norm=1.0)
-    clip_gradient(Glob('bias'), norm=1.0)
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> dense, x = nn.Dense(1), jnp.ones((4, 2))
+    >>> params = dense.init(jax.random.key(0), x)['params']
+    >>> def loss(params):
+    ...     with nn.clip_gradient(True, global_norm=1.0):
+    ...         return jnp.sum(dense.apply({'params': params}, x))
+    >>> grads = jax.grad(loss)(params)
+    >>> [round(float(g), 4) for g in jax.tree.leaves(grads) for g in g.ravel()]
+    [0.5774, 0.5774, 0.5774]
+
+    Args:
+        where: the parameters, as for ``map_cotangent``.
+        value: the largest absolute value of each number; of a complex one, of its two
+            parts.
+        norm: the largest Euclidean norm of each leaf.
+        global_norm: the largest Euclidean norm of all selected leaves together, as in
+            ``optax.clip_by_global_norm``. Selected leaves count whether they are read
+            or not, if the tree holds them when the first one is read and something
+            differentiates them. Norms are computed with at least 32 bits.
+        collections: as for ``map_cotangent``.
+        unused: as for ``map_cotangent``.
+
+    Returns:
+        As ``map_cotangent``.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: unless exactly one bound is given, one
+            number, not below 0.
+        BlockError: for ``global_norm``, if the block was opened in the body of a lifted
+            transform, such as ``nn.scan`` or ``nn.remat``.
     """
     bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -219,10 +340,26 @@ def print_cotangent(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
-    """Cotangents are printed in each backward pass.
+    """Prints the cotangent of each selected parameter, with its path.
 
-    >>> print_cotangent('bias')
-    print_cotangent(Glob('bias'))
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> dense, x = nn.Dense(1), jnp.ones((4, 2))
+    >>> params = dense.init(jax.random.key(0), x)['params']
+    >>> def loss(params):
+    ...     with nn.print_cotangent('bias'):
+    ...         return jnp.sum(dense.apply({'params': params}, x))
+    >>> grads = jax.grad(loss)(params)
+    cotangent of bias: [4.]
+
+    Args:
+        where: the parameters, as for ``map_cotangent``.
+        collections: as for ``map_cotangent``.
+        unused: as for ``map_cotangent``.
+
+    Returns:
+        As ``map_cotangent``. ``jax.debug.callback`` prints, in compiled programs too,
+        in no fixed order.
     """
     rule = cotangents.Each('print_cotangent', cotangents.printed)
     return Rewrite(filters.as_filter(where), rule, collections, unused)
@@ -235,10 +372,31 @@ def replace_cotangent(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
-    """Cotangents are a given value.
+    """Gives the selected parameters another value as their gradient.
 
-    >>> replace_cotangent('bias', 7.0)
-    replace_cotangent(Glob('bias'), 7.0)
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> dense, x = nn.Dense(1), jnp.ones((4, 2))
+    >>> params = dense.init(jax.random.key(0), x)['params']
+    >>> synthetic = jnp.full((2, 1), 7.0)
+    >>> def loss(params):
+    ...     with nn.replace_cotangent('kernel', synthetic):
+    ...         return jnp.sum(dense.apply({'params': params}, x))
+    >>> jax.grad(loss)(params)['kernel'].tolist()
+    [[7.0], [7.0]]
+
+    Args:
+        where: the parameters, as for ``map_cotangent``.
+        value: a number, or an array of the shape and the dtype of the parameters,
+            traced or not. In a method it may be the value of another variable.
+        collections: as for ``map_cotangent``.
+        unused: as for ``map_cotangent``.
+
+    Returns:
+        As ``map_cotangent``. A parameter that no output depends on keeps its zeros.
+
+    Raises:
+        CotangentError: in the backward pass, if the value has another shape or dtype.
     """
     _check_numeric(value, 'value for a cotangent')
     rule = cotangents.Each('replace_cotangent', cotangents.replaced, value)
@@ -252,10 +410,35 @@ def copy_cotangent(
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
-    """Cotangents are those of other variables.
+    """Gives parameters the gradient of another parameter, instead of or with theirs.
 
-    >>> copy_cotangent({'bias': 'scale'}).rule.name
-    'copy_cotangent'
+    >>> import jax, jax.numpy as jnp
+    >>> from flax_sg import linen as nn
+    >>> model, x = nn.Sequential([nn.Dense(2), nn.Dense(2)]), jnp.ones((4, 2))
+    >>> params = model.init(jax.random.key(0), x)['params']
+    >>> def loss(params):
+    ...     with nn.copy_cotangent({'layers_0/bias': 'layers_1/bias'}):
+    ...         return jnp.sum(model.apply({'params': params}, x))
+    >>> jax.grad(loss)(params)['layers_0']['bias'].tolist()
+    [4.0, 4.0]
+
+    Args:
+        sources: ``{target: source}``, paths without patterns: the target gets the
+            gradient of the source. A source that is a target itself passes on its
+            own gradient: ``{'a': 'b', 'b': 'a'}`` swaps two. The block need not read
+            the target. The gradient of a source is that of its reads in the block,
+            even if the source is frozen around the block or not differentiated. A
+            source that is frozen inside the block has none: the target gets zeros.
+        add: whether a target keeps its own gradient as well.
+        collections: as for ``map_cotangent``.
+        unused: as for ``map_cotangent``, of all these paths.
+
+    Returns:
+        As ``map_cotangent``.
+
+    Raises:
+        CotangentError: if two parameters differ in shape or dtype.
+        BlockError: if the block was opened in the body of a lifted transform.
     """
     given: Any = sources
     if not isinstance(given, Mapping):
