@@ -16,6 +16,7 @@ from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, inputs_explained, variables_of
 from flax_sg.trees import leaves
 from flax_sg.trees.absent import ABSENT, Absent
+from flax_sg.trees.trainable import kinds_of, states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +28,19 @@ class Variable:
         module: the class name of the variable's module, ``''`` if unknown.
         shape: dtype and shape, such as ``'float32[3, 4]'``.
         selected: the filter's answer: a bool, a part of the variable (see ``sg.at``),
-            or None without a filter.
+            or None without a filter. Of a model of NNX a filter selects parameters,
+            as views do without ``kind=``.
+        kind: in a model of NNX the class of the Variable, such as ``'BatchStat'``, or
+            ``'array'`` for an array that is in none. ``''`` elsewhere.
+        is_parameter: whether views take it without ``kind=``.
     """
 
     path: Path
     module: str
     shape: str
     selected: Any = None
+    kind: str = ''
+    is_parameter: bool = True
 
 
 class Paths(tuple[Variable, ...]):
@@ -44,19 +51,24 @@ class Paths(tuple[Variable, ...]):
     def __repr__(self) -> str:
         rows = text.repeated(
             [(one.path.collection, *one.path.parts) for one in self],
-            [(one.module, one.shape, str(one.selected)) for one in self],
+            [(one.module, one.shape, str(one.selected), one.kind) for one in self],
         )
-        head = ['selected', 'path', 'module', 'shape', 'collection']
+        last = 'kind' if any(one.kind for one in self) else 'collection'
+        head = ['selected', 'path', 'module', 'shape', last]
         cells: list[list[str]] = []
         for (collection, *names), same in rows:
             one = self[same[0]]
             path = '/'.join(names)
-            cells.append([_word(one.selected), path, one.module, one.shape, collection])
+            group = one.kind or collection
+            cells.append([_word(one.selected), path, one.module, one.shape, group])
         if all(one.selected is None for one in self):
             return text.table(head[1:], [row[1:] for row in cells])
         count = sum(bool(one.selected) for one in self)
-        said = f'The filter selects {count} of {len(self)} variables.'
-        return f'{text.table(head, cells)}\n\n{said}'
+        lines = [f'The filter selects {count} of {len(self)} variables.']
+        others = dict.fromkeys(one.kind for one in self if not one.is_parameter)
+        if others:
+            lines.append(f'Views take parameters, and by kind=: {", ".join(others)}.')
+        return '\n'.join([text.table(head, cells), '', *lines])
 
     __str__ = __repr__
 
@@ -117,14 +129,25 @@ def paths(
         )
     elif is_nnx_model(model):
         classes = classes_of(model)
-    found = list(leaves.leaves_of(tree))
-    names = [path for path, _ in found]
-    selected = [None] * len(found)
+    rows = leaves.leaves_of(tree)
+    selected = [None] * len(rows.paths)
     if not isinstance(where, Absent):
-        [selected] = leaves.selected([names], filters.as_filter(where))
+        [selected] = leaves.selected([rows.paths], filters.as_filter(where))
+    kinds, is_state = [''] * len(selected), [False] * len(selected)
+    if is_nnx_model(model):
+        kinds = [cls.__name__ if cls else 'array' for cls in kinds_of(rows.tree)]
+        is_state = states(rows.tree)
+    columns = zip(rows, selected, kinds, is_state, strict=True)
     out = [
-        Variable(path, _class_of(path, classes), shown(leaf), takes)
-        for (path, leaf), takes in zip(found, selected, strict=True)
+        Variable(
+            path,
+            _class_of(path, classes),
+            shown(leaf),
+            False if answer and of_state else answer,
+            kind,
+            not of_state,
+        )
+        for (path, leaf), answer, kind, of_state in columns
     ]
     return Paths(sorted(out, key=_order))
 

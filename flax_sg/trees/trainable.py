@@ -113,9 +113,18 @@ def _is_state(cls: type) -> bool:
 
 def states(tree: Any) -> list[bool]:
     """For each leaf whether it is in a Variable of NNX that is no Param."""
-    nodes = jax.tree.leaves(tree, lambda node: is_whole(node) or _is_state(type(node)))
+    return [cls is not None and _is_state(cls) for cls in kinds_of(tree)]
+
+
+def kinds_of(tree: Any) -> list[type | None]:
+    """For each leaf the class of the Variable of NNX that it is in, if there is one."""
+
+    def is_variable(node: Any) -> bool:
+        return is_of_nnx(type(node), 'Variable')
+
+    nodes = jax.tree.leaves(tree, lambda node: is_whole(node) or is_variable(node))
     return [
-        _is_state(type(node))
+        type(node) if is_variable(node) else None
         for node in nodes
         for _ in ([node] if is_whole(node) else jax.tree.leaves(node, is_whole))
     ]

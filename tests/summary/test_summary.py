@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen
+from flax import linen, nnx
 
 import flax_sg as sg
 from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
+from flax_sg import nnx as sg_nnx
 from flax_sg.rendering.text import amount
 from tests.helpers import oracle
 
@@ -404,3 +405,48 @@ def test_an_error_in_a_model_that_takes_dicts_of_dicts_is_its_own():
 
     with pytest.raises(AttributeError, match='nothing'):
         sg.tabulate(Model(), {'x': {'ids': jnp.ones((2, 2))}})
+
+
+class Kept(nnx.Variable):
+    """A kind of the user."""
+
+
+class OfKinds(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.drop = nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.kept, self.raw = Kept(jnp.ones(3)), jnp.ones(3)
+        self.lora = nnx.LoRAParam(jnp.ones(3))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('where', [True, '**', ['norm/*', '*', 'drop/**']])
+def test_paths_of_an_nnx_model_have_kinds_and_select_what_a_view_takes(where):
+    model = OfKinds(nnx.Rngs(0))
+    found = {str(one.path): one for one in sg.paths(model, where=where)}
+    assert {path: one.kind for path, one in found.items()} == {
+        **dict.fromkeys(('norm/scale', 'norm/bias'), 'Param'),
+        **dict.fromkeys(('norm/mean', 'norm/var'), 'BatchStat'),
+        **{'drop/rngs/count': 'RngCount', 'drop/rngs/key': 'RngKey'},
+        **{'kept': 'Kept', 'raw': 'array', 'lora': 'LoRAParam'},
+    }
+    taken = [path for path, one in found.items() if one.selected]
+    assert sorted(taken) == ['lora', 'norm/bias', 'norm/scale', 'raw']
+    assert taken == [path for path, one in found.items() if one.is_parameter]
+
+    def sums(model):
+        view = sg_nnx.stop_gradient(model, where, unused='ignore')
+        leaves = view.norm.scale, view.norm.bias, view.raw, view.lora
+        return sum(jnp.sum(jnp.asarray(leaf[...])) for leaf in leaves)
+
+    assert not any(leaf.any() for leaf in jax.tree.leaves(nnx.grad(sums)(model)))
+    head, *_, last = str(sg.paths(model, where=where)).splitlines()
+    assert head.split() == ['selected', 'path', 'module', 'shape', 'kind']
+    assert last == (
+        'Views take parameters, and by kind=: RngCount, RngKey, Kept, BatchStat.'
+    )
+
+
+def test_paths_of_a_state_have_no_kinds():
+    """A tree is filtered whole."""
+    state = nnx.state(OfKinds(nnx.Rngs(0)), nnx.BatchStat)
+    assert [one.selected for one in sg.paths(state, where=True)] == [True, True]
