@@ -89,7 +89,7 @@ class Asker:
 
     def ask(self, path: Path) -> Any:
         """Whether the filter takes a variable: a bool, or a ``Part`` of it."""
-        return expressions.decide(self.rewrite.where, path, asks=self._takes)
+        return expressions.decide(self.rewrite.where, path, ask=self._takes)
 
     def _takes(self, atom: expressions.Atom, path: Path) -> bool:
         """Asks an elementary filter; a function once for each variable and block."""
@@ -111,7 +111,7 @@ class Asker:
         for path in paths:
             if len(matched) == len(where.atoms):
                 break
-            matched |= expressions.asked(where, path, self._takes)
+            expressions.decide(where, path, matched, self._takes)
         return matched
 
     def answer(self, number: Number) -> Hashable:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -20,8 +20,8 @@ from flax_sg.filters import tokens
 from flax_sg.filters.paths import Owner, Path, all_paths, is_parameter, shape_and_dtype
 from flax_sg.internals.modules import ToldByHash
 
-# What the elementary filters that take a variable say of it: True, or a ``Part``.
-Answers: TypeAlias = 'Mapping[Filter, Any]'
+# Asks an elementary filter about a variable.
+Ask: TypeAlias = 'Callable[[Atom, Path], Any]'
 
 # What an answer may depend on, beside the path: 'code' of the user, which may answer
 # otherwise next time; a 'part' of the array may be meant, and if it is 'unclear', no
@@ -46,15 +46,12 @@ class Filter(ToldByHash, abc.ABC):
     convert: ClassVar[Callable[[Any], Filter]]
 
     @abc.abstractmethod
-    def evaluate(self, answers: Answers) -> Any:
-        """The value of the expression for one variable.
+    def answer(self, path: Path, ask: Ask) -> Any:
+        """Whether a variable is meant: a bool, or a ``Part``, see ``indices.py``.
 
         Args:
-            answers: the atoms that take the variable, and what they say of it.
-
-        Returns:
-            A bool; a ``Part`` if elements of the variable are meant, see
-            ``indices.py``.
+            path: the variable.
+            ask: asks the elementary filters in this one.
         """
 
     @functools.cached_property
@@ -79,18 +76,6 @@ class Filter(ToldByHash, abc.ABC):
     def needs(self) -> frozenset[Need]:
         """What its answer depends on, beside the path."""
         return self.own_needs.union(*(part.needs for part in self.parts))
-
-    @functools.cached_property
-    def by_path(self) -> tuple[dict[str, list[Atom]], dict[str | None, list[Atom]]]:
-        """The atoms that mean one path, by this path; the others by the first name."""
-        exact: dict[str, list[Atom]] = {}
-        others: dict[str | None, list[Atom]] = {}
-        for atom in self.atoms:
-            if atom.only is None:
-                others.setdefault(atom.first, []).append(atom)
-            else:
-                exact.setdefault(atom.only, []).append(atom)
-        return exact, others
 
     def __call__(self, path: Any, matched: Any = None) -> Any:
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it.
@@ -223,14 +208,9 @@ class Atom(Filter):
         """The one path that it means; None if it has to be asked."""
         return None
 
-    @functools.cached_property
-    def first(self) -> str | None:
-        """The first name of every path that it means; None if there are several."""
-        return None
-
-    def evaluate(self, answers: Answers) -> Any:
-        """What it says of the variable."""
-        return answers.get(self, False)
+    def answer(self, path: Path, ask: Ask) -> Any:
+        """The answer."""
+        return ask(self, path)
 
     @functools.cached_property
     def atoms(self) -> tuple[Atom, ...]:
@@ -249,7 +229,7 @@ class Constant(Filter):
         """Whether it selects nothing: the condition of a filter may be False."""
         return not self.value
 
-    def evaluate(self, answers: Answers) -> bool:
+    def answer(self, path: Path, ask: Ask) -> bool:
         """The constant."""
         return self.value
 
@@ -276,9 +256,9 @@ class Not(Filter):
         """The other one."""
         return _OTHER_SIDE[self.filter.side]
 
-    def evaluate(self, answers: Answers) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Any:
         """The opposite of what the other filter says."""
-        return negated(self.filter.evaluate(answers))
+        return negated(self.filter.answer(path, ask))
 
     def __invert__(self) -> Filter:
         return self.filter
@@ -321,15 +301,17 @@ class _Several(Filter):
         sides = {part.side for part in self.filters}
         return sides.pop() if len(sides) == 1 else None
 
-    def _said(self, answers: Answers) -> list[Any]:
-        return [part.evaluate(answers) for part in self.filters]
+    def _parts_for(self, path: Path) -> Sequence[Filter]:
+        """The parts that may take a variable."""
+        del path
+        return self.filters
 
-    def evaluate(self, answers: Answers) -> Any:
-        """What the parts say, combined."""
-        said = self._said(answers)
-        if self.decisive in said:
+    def answer(self, path: Path, ask: Ask) -> Any:
+        """What the parts say, combined. Each is asked: all have to match something."""
+        answers = [part.answer(path, ask) for part in self._parts_for(path)]
+        if self.decisive in answers:
             return self.decisive
-        return functools.reduce(self.combine, said, not self.decisive)
+        return functools.reduce(self.combine, answers, not self.decisive)
 
     def __repr__(self) -> str:
         texts = map(_enclosed if len(self.filters) > 1 else repr, self.filters)
@@ -357,16 +339,19 @@ class Or(_Several):
     decisive = True
 
     @functools.cached_property
-    def _split(self) -> tuple[frozenset[Filter], list[Filter]]:
-        """The atoms among the parts, and the other parts."""
-        atoms = frozenset(part for part in self.filters if isinstance(part, Atom))
-        return atoms, [part for part in self.filters if part not in atoms]
+    def _by_path(self) -> tuple[dict[str, Filter], list[Filter]]:
+        """The parts that mean one path, by this path; the other parts."""
+        paths = {part: getattr(part, 'only', None) for part in self.filters}
+        exact = {path: part for part, path in paths.items() if path is not None}
+        return exact, [part for part, path in paths.items() if path is None]
 
-    def _said(self, answers: Answers) -> list[Any]:
-        # Of thousands of atoms few took the variable: only these are looked at.
-        atoms, others = self._split
-        said = [answers[atom] for atom in answers if atom in atoms]
-        return [*said, *(part.evaluate(answers) for part in others)]
+    def _parts_for(self, path: Path) -> Sequence[Filter]:
+        if path.also is not None:  # A tied weight has several paths.
+            return self.filters
+        # Of thousands of paths in a list, at most two are this variable's.
+        exact, others = self._by_path
+        names = (path, path.variable) if path.is_inner else (path,)
+        return [*(exact[name] for name in names if name in exact), *others]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -415,9 +400,9 @@ def negated(said: Any) -> Any:
 
 def takes(atom: Atom, path: Path) -> Any:
     """Whether an atom takes a variable, or the leaf of one, or a ``Part`` of it."""
-    said = atom.matches(path)
-    if said or not path.is_inner or atom.names_leaves:
-        return said
+    answer = atom.matches(path)
+    if answer or not path.is_inner or atom.names_leaves:
+        return answer
     return atom.matches(path.variable)
 
 
@@ -431,68 +416,46 @@ def of_a_part(path: Path, what: str, said: Any) -> errors.PartError:
     )
 
 
-Asks = Callable[[Atom, Path], Any]
-
-
-def asked(where: Filter, path: Path, asks: Asks = takes) -> Set[Filter]:
-    """The atoms of a filter that take a variable."""
-    return _answers(where, path, asks).keys()
-
-
-def _answers(where: Filter, path: Path, asks: Asks) -> dict[Filter, Any]:
-    """What the atoms say that take a variable.
-
-    Atoms that mean one path are looked up; ``asks`` answers for the others.
-    """
-    if path.also is not None:
-        every = {atom: _of_any_path(atom, path, asks) for atom in where.atoms}
-        return {atom: said for atom, said in every.items() if said}
-    exact, others = where.by_path
-    found = exact.get(path, [])
-    if path.is_inner:
-        found = [*found, *exact.get(path.variable, [])]
-    first = path.partition('/')[0]
-    asking = itertools.chain(others.get(first, ()), others.get(None, ()))
-    answers: dict[Filter, Any] = dict.fromkeys(found, True)
-    for atom in asking:
-        if said := asks(atom, path):
-            answers[atom] = said
-    return answers
-
-
-def _of_any_path(atom: Atom, path: Path, asks: Asks) -> Any:
-    """What an atom says of tied weights, by the first path by which it takes them.
-
-    A tree of bools, and what is derived, need not know all of these.
-    """
-    said = error = None
-    for one in all_paths(path):
-        try:
-            said = asks(atom, one)
-        except errors.FlaxSGError as raised:
-            if not atom.names_leaves:
-                raise
-            error = error or raised
-        if said:
-            return said
-    if error and said is None:
-        raise error
-    return said
-
-
 def decide(
     where: Filter,
     path: Path,
     matched: set[Filter] | None = None,
-    asks: Asks = takes,
+    ask: Ask = takes,
 ) -> Any:
-    """Whether a variable is meant; adds the atoms that take it to ``matched``."""
-    # A block asks for each variable.
-    if matched is None and where.atoms == (where,) and path.also is None:
-        said = asks(where.atoms[0], path)
-    else:
-        answers = _answers(where, path, asks)
-        if matched is not None:
-            matched.update(answers)
-        said = where.evaluate(answers)
-    return said if isinstance(said, bool) else said.settled(path)
+    """Whether a variable is meant; adds the atoms that take it to ``matched``.
+
+    An atom that stands twice in the filter is asked once.
+    """
+    answers: dict[Filter, Any] = {}
+
+    def ask_once(atom: Atom, path: Path) -> Any:
+        if atom not in answers:
+            answers[atom] = _asked(atom, path, ask)
+        return answers[atom]
+
+    decision = where.answer(path, ask_once)
+    if matched is not None:
+        matched.update(atom for atom, taken in answers.items() if taken)
+    return decision if isinstance(decision, bool) else decision.settled(path)
+
+
+def _asked(atom: Atom, path: Path, ask: Ask) -> Any:
+    """What an atom says of a variable; of a tied weight, by any of its paths.
+
+    A tree of bools, and what is derived, need not know all of these.
+    """
+    if path.also is None:
+        return ask(atom, path)
+    answer = error = None
+    for each in all_paths(path):
+        try:
+            answer = ask(atom, each)
+        except errors.FlaxSGError as raised:
+            if not atom.names_leaves:
+                raise
+            error = error or raised
+        if answer:
+            return answer
+    if error and answer is None:
+        raise error
+    return answer

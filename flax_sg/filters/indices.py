@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters import tokens
-from flax_sg.filters.expressions import And, Answers, Filter, Need, Not, Or
+from flax_sg.filters.expressions import And, Ask, Filter, Need, Not, Or
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
 
@@ -46,7 +46,7 @@ class Index(Filter):
         """The index."""
         return tokens.of_value(self.index)
 
-    def evaluate(self, answers: Answers) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Any:
         """The part of every variable."""
         return Part(self)
 
@@ -81,7 +81,7 @@ class Mask(Filter):
         """The bools; of a tracer which one it is."""
         return tokens.of_value(self.array)
 
-    def evaluate(self, answers: Answers) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Any:
         """The part of every variable."""
         return Part(self)
 
@@ -100,7 +100,7 @@ class Unclear(Filter):
     own_needs: ClassVar[frozenset[Need]] = frozenset({'part', 'unclear'})
     place: str
 
-    def evaluate(self, answers: Answers) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Any:
         """The part of every variable."""
         return Part(self)
 

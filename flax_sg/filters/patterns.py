@@ -80,12 +80,6 @@ class Glob(Atom):
         """The pattern itself, if no character in it has a meaning."""
         return None if _SPECIAL.search(self.pattern) else self.pattern
 
-    @functools.cached_property
-    def first(self) -> str | None:
-        """The first name in the pattern, if no character in it has a meaning."""
-        name = self.pattern.partition('/')[0]
-        return None if _SPECIAL.search(name) else name
-
     def matches(self, path: Path) -> bool:
         """Whether the pattern fits the path, or is the path."""
         if self.only is not None:
