@@ -346,7 +346,7 @@ class Twice(linen.Module):
 
     def __call__(self, x):
         y = self.two(self.one(x)) + self.one(x)
-        return y * self.one.variables['calls']['n']
+        return y * self.variables['calls']['one']['n']
 
 
 class Beside(linen.Module):
