@@ -90,8 +90,11 @@ def module_of(frame: types.FrameType) -> Module | None:
 
 def _code_of(method: Any) -> Any:
     """The code that runs for what a class has under a name."""
+    method = getattr(method, 'wrapped', method)  # Flax wraps properties of a module.
     if isinstance(method, property):
         method = method.fget
+    elif isinstance(method, functools.cached_property):
+        method = method.func
     return getattr(inspect.unwrap(method), '__code__', None) if method else None
 
 

@@ -60,6 +60,16 @@ class Child(linen.Module):
     def view(self):
         return functools.partial(Child.helper, self)
 
+    @property
+    def kernel(self):
+        with nn.stop_gradient('enc/**'):
+            return self.enc.variables['params']['kernel'] * 1.0
+
+    @functools.cached_property
+    def kept(self):
+        with nn.stop_gradient('enc/**'):
+            return self.enc.variables['params']['kernel'] * 1.0
+
     def method(self, use):
         with nn.stop_gradient('enc/**'):
             return use(self)
@@ -121,6 +131,19 @@ def gradients(way: Any, cls: Any, lift: Any = lambda fn: fn) -> Any:
 def test_a_method_of_the_child_means_the_child(way: str, cls: Any) -> None:
     found, by_hand = gradients(OF_CHILD[way], cls)
     oracle.assert_same(found, by_hand['child'])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', ['kernel', 'kept'])
+def test_a_property_of_the_child_means_the_child(name: str) -> None:
+    """The parent has other parameters of the same name."""
+
+    def way(child: Any, use: Any) -> Any:
+        return use(child) + jnp.sum(jnp.cos(getattr(child, name)))
+
+    found, _ = gradients(way, Child)
+    expected, _ = gradients(lambda child, use: use(child), Child)
+    oracle.assert_same(found, expected)
 
 
 @pytest.mark.parametrize('lift', [nn.remat, nn.jit], ids=['remat', 'jit'])
