@@ -148,16 +148,23 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
 def _has_effect(block: Block) -> bool:
     """Whether a block has rewritten something that was read, or need not."""
     where = block.rewrite.where
-    if where == filters.Constant(True) and block.uncovered and not block.took:
-        return False
+    if where == filters.Constant(True) and not block.took:
+        return not block.uncovered and not _is_around_nothing(block)
     if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
         return True
     return block.took or thread.doubts is not None
 
 
+def _is_around_nothing(block: Block) -> bool:
+    """Whether surely no module of linen ran in a block at top level."""
+    is_empty = block.tree is None and not block.collections and is_certain(block)
+    return is_empty and block.rewrite.rule.acts_on != 'writes'
+
+
 def _no_effect(block: Block) -> str:
     if not block.rewrite.where.atoms:
-        return str(_only_inside(block))
+        error = _only_inside(block) if block.uncovered else _nothing_read(block)
+        return f'{error}\nThe block was opened at {block.place}.'
     selected = [facts[1] for facts, (_, said) in block.decisions.items() if said]
     before = line_before(block.place, block.owner_path, selected)
     why, value = 'it selects nothing that was read in it', 'h'
@@ -226,8 +233,10 @@ def _meet(
             block.uncovered.update(map(facts_of, keys))
         return
     block.collections.update(variables)
-    # What ``init`` makes need not be read, and nothing is differentiated by it.
-    block.took = block.took or root.initializing
+    # What ``init`` makes need not be read, and nothing is differentiated by it. In a
+    # tree without variables there is nothing to read.
+    is_empty = block.tree is None and not variables
+    block.took = block.took or root.initializing or is_empty
     if _has_met_all(block):
         return
     owner = block.owner_path if block.tree is root.tree else ()

@@ -20,6 +20,7 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx as fnnx
 
 import flax_sg as sg
 from flax_sg import errors
@@ -233,6 +234,59 @@ def test_a_block_that_may_stop_nothing_is_silent(name):
                 return self.a(x)
 
     Blocks().apply(VARIABLES, X)
+
+
+# A block of all variables around code in which no module of linen runs.
+
+NNX_MODEL = fnnx.Linear(2, 2, rngs=fnnx.Rngs(0))
+
+
+AROUND_NOTHING: dict[str, Callable[[], Any]] = {
+    'an NNX model': lambda: NNX_MODEL(X),
+    'its gradient': lambda: fnnx.grad(lambda model: jnp.sum(model(X)))(NNX_MODEL),
+    'its compiled step': lambda: fnnx.jit(lambda model: model(X))(NNX_MODEL),
+    'nothing': lambda: None,
+    'a program from before': lambda: COMPILED(VARIABLES, X),
+}
+COMPILED = jax.jit(MODEL.apply).lower(VARIABLES, X).compile()
+
+
+@pytest.mark.parametrize('name', AROUND_NOTHING)
+def test_a_block_of_everything_around_no_module_of_linen_warns(name):
+    # If a block of the same kind was around a program, this one may have been, too. So
+    # the kind is new.
+    block = nn.stop_gradient(True, collections=['params', name])
+    for _ in range(2):
+        with warned('around nothing'), block:  # around nothing
+            AROUND_NOTHING[name]()
+    decorated = nn.train_only(~sg.where(True), collections=['params', f'{name}, too'])(
+        lambda: AROUND_NOTHING[name]()
+    )
+    with warned('decorated'):
+        decorated()  # decorated
+
+
+def test_a_block_of_everything_around_a_program_that_jax_keeps_is_silent():
+    # Where no test expects a warning, it is an error.
+    step, init = jax.jit(jax.grad(loss)), jax.jit(MODEL.init)
+    bare = fnn.LayerNorm(use_bias=False, use_scale=False)
+    for _ in range(3):
+        with nn.stop_gradient(True):
+            assert oracle.is_zero(step(PARAMS))
+        with nn.stop_gradient(True, levels=1):
+            init(KEY, X)
+        with nn.scale_gradient(True, 0.625):
+            bare.apply({}, X)
+    bound = MODEL.bind(VARIABLES)
+    with nn.scale_gradient(True, 0.375):
+        bound(X)
+    for rewrite in (
+        nn.stop_gradient(False),
+        nn.stop_gradient(True, unused='ignore'),
+        nn.read_only(True),
+    ):
+        with rewrite:
+            NNX_MODEL(X)
 
 
 # Faults of what is remembered for the whole process.

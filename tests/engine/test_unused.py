@@ -244,8 +244,6 @@ def test_collections():
 def test_a_module_without_parameters_lacks_no_collection():
     with nn.stop_gradient(True):
         fnn.LayerNorm(use_bias=False, use_scale=False).apply({}, X)
-    with nn.stop_gradient(True):
-        pass
 
 
 def test_a_tree_that_does_not_fit():
