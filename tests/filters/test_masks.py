@@ -276,9 +276,14 @@ def test_a_mask_that_changes_in_the_step():
         seen = jax.tree.map(
             lambda g, m: jnp.where(m, 0.0, g), jax.grad(loss)(params), mask
         )
-        updates, state = tx.update(seen, state, params)
+        updates, after = tx.update(seen, state, params)
         kept = jax.tree.map(lambda u, m: jnp.where(m, -0.0, u), updates, mask)
-        return optax.apply_updates(params, kept), state
+        mu, nu = (  # The moments of what is frozen stand still.
+            jax.tree.map(jnp.where, mask, getattr(state[0], name), new)
+            for name, new in (('mu', after[0].mu), ('nu', after[0].nu))
+        )
+        after = after[0]._replace(mu=mu, nu=nu), *after[1:]
+        return optax.apply_updates(params, kept), after
 
     state = sg.freeze(tx, FULL).init(PARAMS)
     state = sg.adopt(tx, PARAMS, state, old=sg.freeze(tx, FULL))
