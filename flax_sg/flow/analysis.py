@@ -58,6 +58,7 @@ def gradient_flow(
 
     - through a loop after any number of turns, and through any branch of a conditional;
     - to any element of an array;
+    - to a parameter that a condition stops, ``where & (step < k)``: the report says so;
     - through collectives in ``shard_map``, which JAX cannot differentiate elsewhere;
     - through rules with ``symbolic_zeros=True``;
     - from a rule whose cotangent is a constant, to whatever output reads its result.
@@ -112,17 +113,18 @@ def _report(found: Traced) -> GradientFlow:
     flat, types = Flat(program.jaxpr), program.in_avals
     doubt = functools.cache(functools.partial(unclear, flat))
 
-    def cell(output: int, n: int) -> tuple[str, filters.Part | None]:
+    def cell(output: int, n: int) -> tuple[str, filters.Part | None, str]:
         zero, slots = zeros[output][n], parameters[n][1]
         if zero.all():
             is_read = any(flat.read[flat.inputs[x]] >> output & 1 for x in slots)
-            return (STOPPED if is_read else UNUSED), None
+            return (STOPPED if is_read else UNUSED), None, ''
         # With other inputs, the output may read more.
         if unread and (stopped := zero & ~unread[output][n]).any():
-            return PARTLY, filters.part_of(~stopped, types[slots[0]].shape)
-        if line := doubt(slots, unread is not None or not zero.any()):
-            return PARTLY, filters.Part(filters.Unclear(line))
-        return FLOWS, None
+            return PARTLY, filters.part_of(~stopped, types[slots[0]].shape), ''
+        choice = doubt(slots, unread is not None or not zero.any())
+        if choice and not choice.is_condition:
+            return PARTLY, filters.Part(filters.Unclear(choice.line)), ''
+        return FLOWS, None, choice.line if choice else ''
 
     def explain(n: int, output: int) -> Way:
         slots = parameters[n][1]
@@ -134,10 +136,11 @@ def _report(found: Traced) -> GradientFlow:
         outputs,
         tuple(path for path, _ in parameters),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
-        tuple(tuple(status for status, _ in row) for row in cells),
-        tuple(tuple(part for _, part in row) for row in cells),
+        tuple(tuple(status for status, *_ in row) for row in cells),
+        tuple(tuple(part for _, part, _ in row) for row in cells),
         explain,
         arguments,
+        tuple(tuple(line for *_, line in row) for row in cells),
     )
 
 

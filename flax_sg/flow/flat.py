@@ -120,6 +120,12 @@ class Flat:
         return found
 
     @functools.cached_property
+    def makers(self) -> dict[int, Step]:
+        """The equation that makes each value, where one alone does."""
+        made = (step for step in self.steps if step.joins is None)
+        return {value: step for step in made for value in step.outs}
+
+    @functools.cached_property
     def read(self) -> list[int]:
         """For each value the outputs of the program that depend on it, as bits."""
         return self._reaching(Step.reaches, lambda aval: True)

@@ -53,6 +53,7 @@ class Why:
             parameter: the place for ``jax.lax.stop_gradient``. ``''`` if there is none.
         uses: each use of the parameter for this output: its line, and whether a
             gradient comes back from there. A tied embedding has two.
+        condition: the line that stops it while a condition holds. ``''`` if none does.
     """
 
     output: str
@@ -62,13 +63,16 @@ class Why:
     by: str = ''
     leaves: str = ''
     uses: tuple[Use, ...] = ()
+    condition: str = ''
 
     def __str__(self) -> str:
         said = _SAID[self.status].format(self.parameter, self.output)
         end = '  (leaves its block)'
         rows = [f'  {line}{end * (line == self.leaves)}' for line in self.lines]
         rows += [f'It is stopped by {self.by}.'] * bool(self.by)
-        if len({use.trains for use in self.uses}) > 1:
+        if self.condition:
+            rows.append(f'While a condition holds, {self.condition} stops it.')
+        elif len({use.trains for use in self.uses}) > 1:
             live = sum(use.trains for use in self.uses)
             rows += [f'It is trained by {live} of {len(self.uses)} uses:']
             verbs = 'is stopped', 'trains it'
@@ -107,6 +111,9 @@ class GradientFlow(Shown):
         explain: for the numbers of a parameter and an output the way between them.
         arguments: the numbers in the paths of several arguments, with their names. The
             table shows the names, and questions take them: ``why('loss', 'actor/w')``.
+        conditions: for each output, and in it for each parameter, the line that stops
+            it by a condition, ``where & (step < k)``; ``''`` if none does. Such a
+            parameter ``'flows'``.
     """
 
     title = 'Which output trains which part'
@@ -120,6 +127,7 @@ class GradientFlow(Shown):
         default=_no_way, repr=False, compare=False
     )
     arguments: tuple[tuple[int, str], ...] = ()
+    conditions: tuple[tuple[str, ...], ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs cannot be pickled.
@@ -163,7 +171,8 @@ class GradientFlow(Shown):
         found = self.explain(n, k) if status != UNUSED else Way()
         # What is stopped may leave its block, and what flows may pass by a stop.
         found = found._replace(**{'leaves' if status == STOPPED else 'by': ''})
-        return Why(output, parameter, status, *found)
+        condition = self.conditions[k][n] if self.conditions else ''
+        return Why(output, parameter, status, *found, condition=condition)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -326,6 +335,15 @@ class GradientFlow(Shown):
         if self.arguments:
             pairs = (f'{name} is {n}' for n, name in self.arguments)
             lines.append(f'In paths and filters, {", ".join(pairs)}.')
+        by_condition: dict[str, dict[str, None]] = {}
+        for row in self.conditions:
+            for label, line in zip(self._labels, row, strict=True):
+                by_condition.setdefault(line, {})[label] = None
+        for line, names in by_condition.items():
+            if line:
+                lines.append(
+                    f'While a condition holds, {line} stops {listed([*names])}.'
+                )
         idle: dict[bool, list[str]] = {}
         for n in every:
             if not self.trained(n):

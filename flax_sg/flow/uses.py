@@ -9,6 +9,7 @@ The same walk finds the uses that ``why`` lists.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -39,8 +40,20 @@ _PARTS = frozenset(('slice', 'dynamic_slice', 'gather', 'split'))
 _OVERWRITE = frozenset(('scatter', 'dynamic_update_slice'))
 
 
-def unclear(flat: Flat, slots: Iterable[int], is_known: bool) -> str:
-    """The line of a use of which nobody can tell which part it trains, or ''.
+class Choice(NamedTuple):
+    """A line that chooses between a parameter that is stopped and one that is not.
+
+    Attributes:
+        line: the line.
+        is_condition: whether one bool chooses for all elements: ``where & (step < k)``.
+    """
+
+    line: str
+    is_condition: bool
+
+
+def unclear(flat: Flat, slots: Iterable[int], is_known: bool) -> Choice | None:
+    """The use of which nobody can tell which part it trains, if all uses are such.
 
     Args:
         flat: the program.
@@ -50,12 +63,28 @@ def unclear(flat: Flat, slots: Iterable[int], is_known: bool) -> str:
     inputs = [flat.inputs[slot] for slot in slots]
     # To ask what is stopped takes as long as the proof.
     if is_known and not any(chooses for *_, chooses in _uses(flat, inputs)):
-        return ''
+        return None
     found = list(_uses(flat, inputs, flat.is_stopped))
     live = [(step, chooses) for step, stopped, chooses in found if not stopped]
     if len(live) == len(found) or (is_known and not all(x for _, x in live)):
-        return ''
-    return next((step.source for step, _ in live if step), '')
+        return None
+    steps = [step for step, _ in live if step]
+    conditions = [step for step in steps if _by_condition(flat, step)]
+    for step in (*conditions, *steps):
+        return Choice(step.source, step in conditions)
+    return None
+
+
+def _by_condition(flat: Flat, step: Step) -> bool:
+    """Whether one bool decides for all elements which input a step takes."""
+    value = step.ins[0] if step.name == 'select_n' else None
+    while value is not None:
+        if math.prod(flat.avals[value].shape) == 1:
+            return True
+        maker = flat.makers.get(value)
+        is_spread = maker is not None and maker.name in _SAME_VALUE | {'not'}
+        value = maker.ins[0] if maker is not None and is_spread else None
+    return False
 
 
 def uses(flat: Flat, slots: Iterable[int], output: int) -> tuple[Use, ...]:

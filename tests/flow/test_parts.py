@@ -457,3 +457,65 @@ def test_a_stop_on_the_slice_of_one_of_two_that_are_joined(name):
     assert not jax.grad(loss)(params)['c'].any()
     assert sg.gradient_flow(loss, params).status == (('flows', 'stopped'),)
     testing.assert_trains_only(loss, 'a', params)
+
+
+def in_a_block(params, step):
+    with nn.stop_gradient(sg.where(TABLE) & (step < 5)):
+        return read(params)
+
+
+# By name: a loss that stops the table until step 5.
+CONDITIONS: dict[str, Any] = {
+    'a tree': lambda p, step: read(
+        sg.stop_gradient(p, sg.where('embed/**') & (step < 5))
+    ),
+    'a block': in_a_block,
+    'the opposite': lambda p, step: read(
+        sg.stop_gradient(p, sg.where('embed/**') & ~(step >= 5))
+    ),
+    'jit': jax.jit(in_a_block),
+    'where by hand': lambda p, step: with_table(
+        p, lambda table: jnp.where(step < 5, stop(table), table)
+    ),
+    'select by hand': lambda p, step: with_table(
+        p, lambda table: lax.select(step < 5, stop(table), table)
+    ),
+    'a matrix of bools': lambda p, step: with_table(
+        p, lambda table: jnp.where((step < 5)[None, None], stop(table), table)
+    ),
+    'two outputs': lambda p, step: {
+        'free': jnp.sum(jnp.sin(p['Dense_0']['kernel'])),
+        'bound': in_a_block(p, step),
+    },
+}
+
+
+@pytest.mark.usefixtures('standard_promotion')
+@pytest.mark.parametrize('name', CONDITIONS)
+def test_what_a_condition_stops_is_trained_and_told(name):
+    """It is never called frozen: at another step it gets a gradient."""
+    loss, step = CONDITIONS[name], jnp.array(3)
+    report = sg.gradient_flow(loss, PARAMS, step)
+    output = report.outputs[0] if name != 'two outputs' else 'bound'
+    assert report.status_of(output, TABLE) == 'flows'
+    why = report.why(output, TABLE)
+    assert 'test_parts.py' in why.condition
+    last = f'While a condition holds, {why.condition} stops'
+    assert str(why).splitlines()[-1] == f'{last} it.'
+    assert str(report).splitlines()[-1] == f'{last} {TABLE}.'
+    assert not report.why(output, 'Dense_0/kernel').condition
+    live = sg.live(loss, PARAMS, step)
+    assert live == sg.live(lambda p: jnp.sum(read(p)), PARAMS)
+    assert sg.mask(PARAMS, frozen=~live)['embed']['embedding'] is False
+    testing.assert_trains_only(report, True)
+
+
+@pytest.mark.usefixtures('standard_promotion')
+def test_a_bool_for_each_row_is_no_condition():
+    def loss(params, step):
+        rows = jnp.arange(6)[:, None] < step
+        return with_table(params, lambda table: jnp.where(rows, stop(table), table))
+
+    report = sg.gradient_flow(loss, PARAMS, jnp.array(3))
+    assert report.status_of('output', TABLE) == 'partly'
+    assert not report.why('output', TABLE).condition
