@@ -58,8 +58,12 @@ def body_of(eqn: Any) -> Any:
 
 
 def is_plain_jit(eqn: Any) -> bool:
-    """Whether an equation is a ``jax.jit`` that says no more than its body does."""
-    if eqn.primitive.name not in JITTED:
+    """Whether an equation is a ``jax.jit`` that says no more than its body does.
+
+    If JAX calls these parameters otherwise one day, no ``jax.jit`` is.
+    """
+    names = {'in_shardings', 'out_shardings', 'donated_invars'}
+    if eqn.primitive.name not in JITTED or names - eqn.params.keys():
         return False
     shardings = _parameters(eqn, 'in_shardings', 'out_shardings')
     options = _parameters(eqn, 'in_layouts', 'out_layouts', 'compiler_options_kvs')

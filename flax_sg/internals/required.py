@@ -25,7 +25,7 @@ from flax.linen import module as linen_module
 from flax.linen import transforms as linen_transforms
 from jax.custom_batching import custom_vmap
 
-from flax_sg.internals import jaxprs, lifting, modules, tracing
+from flax_sg.internals import lifting, modules, tracing
 
 
 class _Called(BaseException):
@@ -164,16 +164,6 @@ def _binds_modules() -> bool:
     return _ends(lambda: bind(_Probe(parent=None), {}))
 
 
-def _tells_plain_jits() -> bool:
-    """Whether a ``jax.jit`` that is no more than its body is told from others."""
-    x = jax.ShapeDtypeStruct((), 'float32')
-    programs = (jax.make_jaxpr(jax.jit(abs, donate_argnums=n))(x) for n in ((), 0))
-    plain, donating = (program.eqns[0] for program in programs)
-    if 'in_shardings' not in plain.params or 'out_shardings' not in plain.params:
-        return False
-    return jaxprs.is_plain_jit(plain) and not jaxprs.is_plain_jit(donating)
-
-
 # For each use of a module: a function doing it, and the scope method it has to call.
 _READS: dict[str, tuple[Callable[[Any], Any], str]] = {
     'Module.param': (lambda m: m.param('w', None), 'param'),
@@ -190,8 +180,8 @@ _READS: dict[str, tuple[Callable[[Any], Any], str]] = {
 _ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     'a scope': (
         lambda: _probe().scope,
-        '_populate_collections _variables debug_path flags rng_counters rngs '
-        'trace_level._trace_ref',
+        '_check_valid _collection _populate_collections _validate_trace_level '
+        '_variables debug_path flags rng_counters rngs trace_level._trace_ref',
     ),
     'a module': (
         _probe,
@@ -226,7 +216,6 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     'nn.jit has to read __fn_or_cls__ of a class in a field': _tells_classes_apart,
     'jit has to trace anew in another jax.make_user_context': _traces_anew,
     'traces have to tell which one is around them': _tells_traces_apart,
-    'an equation of jax.jit has to tell donation and shardings': _tells_plain_jits,
     'lifted transforms have to call flax.core.lift._partial_pack': _packs,
     **{
         f'attributes of {name}': lambda thing=thing, names=names: _has(thing(), names)
