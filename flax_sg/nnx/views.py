@@ -109,7 +109,7 @@ def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
         made = treedef.unflatten(map(instead, children, keys))
         if (node := walk.modules.get(key)) is None:
             continue
-        made = vars(node) | (made if type(made) is dict else vars(made))
+        made = vars(node) | (made if key in walk.unknown else vars(made))
         data = _OWN.union(str(of[0]) for of in keys)
         vars(copies[key]).update(made)
         for name, value in made.items():

@@ -7,22 +7,24 @@ no module there. It is two leaves, as for JAX and optax: a target network begins
 JAX takes a module of NNX apart as a tree, and finds what stands at two places twice.
 Each copy would then get a verdict, a mask and an update of its own. Modules that share
 modules in levels have copies without number. In a module that holds the one around it
-JAX finds no end, and fails for good: later right programs raise, too. ``nnx.split``
-knows all that, but takes apart what is one leaf here, such as a ``NonDifferentiable``,
-and forgets the classes that ``sg.trainable`` declares. So all places but the first are
-marked, and JAX takes the rest apart as ever.
+JAX finds no end, and fails for good: later right programs raise, too. A module that was
+made with ``pytree=False`` is one leaf for JAX. ``nnx.split`` knows all that, but takes
+apart what is one leaf here, such as a ``NonDifferentiable``, and forgets the classes
+that ``sg.trainable`` declares. So a ``Walk`` marks all places but the first and opens
+the modules that JAX does not know, and JAX takes the rest apart as ever.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 
 from flax_sg.trees.kinds import is_module, is_variable
+from flax_sg.trees.walks import Leaf, Walk
 
 T = TypeVar('T')
 
@@ -45,6 +47,59 @@ jax.tree_util.register_pytree_node(
 )
 
 
+class Opened(dict[str, Any]):
+    """Stands where a module stands that JAX does not know: what is data in it, by name.
+
+    Attributes:
+        module: the class, and all else that is in the module.
+    """
+
+    def __init__(self, data: Iterable[tuple[str, Any]], module: Static) -> None:
+        super().__init__(data)
+        self.module = module
+
+
+class Static:
+    """What is static in a module that JAX does not know; a part of the structure.
+
+    Args:
+        module: the module.
+        data: the names of the attributes that are data.
+    """
+
+    def __init__(self, module: Any, data: Iterable[str]) -> None:
+        self.cls = type(module)
+        # In the order of the module, with nothing in the place of what is data.
+        self.attributes: dict[str, Any] = vars(module) | dict.fromkeys(data)
+        self._data = frozenset(data)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static) or self.cls is not other.cls:
+            return False
+        mine, theirs = self.attributes, other.attributes
+        return (self._data, mine.keys()) == (other._data, theirs.keys()) and all(
+            x is theirs[name] or x == theirs[name]
+            for name, x in mine.items()
+            if not name.startswith('_pytree__')  # Flax's own notes of an object.
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.cls, self._data))
+
+
+def _with_keys(node: Opened) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
+    names = sorted(node)
+    pairs = [(jax.tree_util.DictKey(name), node[name]) for name in names]
+    return pairs, (tuple(names), node.module)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Opened,
+    _with_keys,
+    lambda form, values: Opened(zip(form[0], values, strict=True), form[1]),
+)
+
+
 def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
     """A tree in which modules of NNX have each Variable once, and what ties it.
 
@@ -62,74 +117,74 @@ def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
         tree: any pytree, with modules and Variables of NNX anywhere in it.
 
     Returns:
-        The tree with a mark in all places but the first of each; the tree itself if
-        there are none. And a function of a tree of the same structure, whose leaves may
-        be anything: it puts the first one in the place of each mark.
+        The tree with a mark in all places but the first of each, in which JAX knows all
+        modules; the tree itself if there is nothing to do. And a function of a tree of
+        the same structure, whose leaves may be anything: it puts the first one in the
+        place of each mark, and makes modules of those that were opened.
     """
     if 'flax.nnx' not in sys.modules:
         return tree, _as_it_is
-    outer, around = jax.tree.flatten(tree, is_leaf=_has_places)
-    modules = [*filter(_is_tying, outer)]
-    if not modules:
+    if not any(map(is_module, jax.tree.leaves(tree, is_leaf=_has_places))):
         return tree, _as_it_is
+    walk = Walk(tree, ties_outside=False)
+    if walk.is_tree and not walk.unknown:
+        return tree, _as_it_is
+    return _marked(walk), _tied
+
+
+def _marked(walk: Walk) -> Any:
+    """The tree of a walk, with marks in it."""
     numbers = dict[int, int]()
 
-    def is_leaf(node: Any) -> bool:
-        if not _has_places(node):
-            return False
-        is_again = id(node) in numbers
-        numbers.setdefault(id(node), len(numbers))
-        return is_again or is_variable(node)
-
-    nodes, treedef = jax.tree.flatten(modules, is_leaf=is_leaf)
-    seen, is_tied = set[int](), False
-    for index, node in enumerate(nodes):
+    def mark(node: Any, is_in_module: bool) -> Any:
         if id(node) in numbers:
-            # JAX has opened a module at its first place.
-            if id(node) in seen or not is_variable(node):
-                nodes[index], is_tied = Again(numbers[id(node)]), True
-            seen.add(id(node))
-    if not is_tied:
-        return tree, _as_it_is
-    each = iter(treedef.unflatten(nodes))
-    return around.unflatten(next(each) if _is_tying(x) else x for x in outer), _tie
+            return Again(numbers[id(node)])
+        is_leaf = type(node) is Leaf
+        if (is_in_module and is_leaf and is_variable(node.value)) or is_module(node):
+            numbers[id(node)] = len(numbers)
+        return node.value if is_leaf else opened(node)
+
+    def opened(node: Any) -> Any:
+        _, children, treedef = walk.parts[id(node)]
+        is_module = id(node) in walk.modules
+        made = treedef.unflatten([mark(child, is_module) for child in children])
+        if id(node) not in walk.unknown:
+            return made
+        return Opened(made.items(), Static(node, made))
+
+    return mark(walk.tree, False)
 
 
-def _tie(tree: Any) -> Any:
-    outer, around = jax.tree.flatten(
-        tree, is_leaf=lambda x: isinstance(x, Again) or _has_places(x)
-    )
-    each = iter(_tie_modules([*filter(_is_tying, outer)]))
-    return around.unflatten(next(each) if _is_tying(x) else x for x in outer)
+def _tied(tree: Any) -> Any:
+    """The tree that was marked, with other leaves. Modules in it are filled in place.
 
-
-def _is_tying(node: Any) -> bool:
-    """Whether it is a module that JAX knows, or stands for one that stands again."""
-    is_module = _has_places(node) and not is_variable(node)
-    return isinstance(node, Again) or is_module
-
-
-def _tie_modules(tree: Any) -> Any:
+    Modules and Variables are counted in the same order as ``_marked`` does it.
+    """
     known = list[Any]()
 
-    def is_leaf(node: Any) -> bool:
-        if _has_places(node):
-            known.append(node)
-        return isinstance(node, Again) or is_variable(node)
+    def tie(node: Any, is_in_module: bool) -> Any:
+        if isinstance(node, Again):
+            return known[node.number]
+        made = object.__new__(node.module.cls) if isinstance(node, Opened) else node
+        if is_in_module or not is_variable(made):
+            known.append(made)
+        if isinstance(node, Opened):
+            data = {name: tie_in(child, True) for name, child in node.items()}
+            vars(made).update(node.module.attributes | data)
+        elif is_module(node):
+            root = iter([False])  # JAX asks for the module first.
+            children, treedef = jax.tree.flatten(node, lambda _: next(root, True))
+            made_of = treedef.unflatten([tie_in(child, True) for child in children])
+            vars(made).update(vars(made_of))
+        return made
 
-    def put(node: Any) -> Any:
-        return jax.tree.map(
-            lambda x: known[x.number] if isinstance(x, Again) else x,
-            node,
-            is_leaf=lambda x: isinstance(x, Again) or _has_places(x),
-        )
+    def tie_in(tree: Any, is_in_module: bool) -> Any:
+        """Ties all that JAX finds in a tree, down to the next modules."""
+        outer, around = jax.tree.flatten(tree, is_leaf=_is_marked)
+        tied = [tie(x, is_in_module) if _is_marked(x) else x for x in outer]
+        return around.unflatten(tied)
 
-    jax.tree.leaves(tree, is_leaf=is_leaf)
-    for module in filter(is_module, known):
-        root = iter([False])  # JAX asks for the module first.
-        children, treedef = jax.tree.flatten(module, lambda _: next(root, True))  # noqa: B023
-        vars(module).update(vars(treedef.unflatten(map(put, children))))
-    return put(tree)
+    return tie_in(tree, False)
 
 
 def _as_it_is(tree: Any) -> Any:
@@ -137,6 +192,9 @@ def _as_it_is(tree: Any) -> Any:
 
 
 def _has_places(node: Any) -> bool:
-    """Whether it counts where something stands: not for modules unknown to JAX."""
-    is_known = is_module(node) and not jax.tree_util.all_leaves([node])
-    return is_known or is_variable(node)
+    """Whether it counts at how many places something stands."""
+    return is_module(node) or is_variable(node)
+
+
+def _is_marked(node: Any) -> bool:
+    return isinstance(node, (Again, Opened)) or _has_places(node)

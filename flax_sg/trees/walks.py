@@ -58,6 +58,7 @@ class Walk:
         ways: the paths, by the ``id`` of the leaves.
         leaves: each leaf once, by its ``id``, in the order of JAX.
         is_tree: whether nothing stands at two places.
+        unknown: those of the modules that JAX does not know, by ``id``.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Walk:
     ) -> None:
         self._ties_outside = ties_outside
         self.tree, self.modules = tree, dict[int, Any]()
+        self.unknown = set[int]()
         self.parts = dict[int, tuple[list[Keys], list[Any], Any]]()
         self._variables = dict[int, Leaf]()
         inside, known = dict[int, list[tuple[Keys, int]]](), dict[int, Leaf]()
@@ -125,6 +127,7 @@ class Walk:
             self.modules[id(node)] = node
             # JAX does not know the class if it was made with ``pytree=False``.
             if jax.tree_util.all_leaves([node]):
+                self.unknown.add(id(node))
                 data = {name: x for name, x in vars(node).items() if _is_data(x)}
         pairs, treedef = jax.tree_util.tree_flatten_with_path(data, is_leaf=is_leaf)
         keys = [tuple(_OF_KEYS.get(type(x), str)(x) for x in of) for of, _ in pairs]

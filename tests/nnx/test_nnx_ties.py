@@ -21,6 +21,10 @@ class Node(nnx.Module):
     """It holds whatever a test puts into it."""
 
 
+class Unknown(nnx.Module, pytree=False):
+    """JAX does not know it."""
+
+
 def variable() -> Any:
     return nnx.Param(jnp.ones(2))
 
@@ -30,7 +34,7 @@ def graph_of(draw: random.Random, is_cyclic: bool) -> Any:
     variables = [variable() for _ in range(3)]
     nodes: list[Any] = []
     for _ in range(draw.randint(1, 6)):
-        node, inside = Node(), nodes or variables
+        node, inside = draw.choice([Node, Unknown])(), nodes or variables
         for name in draw.sample('abc', draw.randint(1, 3)):
             several = [draw.choice(inside), draw.choice(variables)]
             child = draw.choice([*several, nnx.List(several)])
@@ -85,6 +89,13 @@ def test_a_filter_takes_a_variable_by_any_of_its_paths(seed: int):
             own = paths[0][id(leaf.value)]
             assert said == [expected(where, own)], (where, own)
         leaves = leaves_of(tree)
+        restored, again = leaves.restore(leaves.values), ([], [])
+        for some, several in zip((tree, restored), again, strict=True):
+            rows = [*all_paths(some[0]), *all_paths(some[1]['a'][0])]
+            rows.sort(key=lambda row: row[0])
+            met = [id(one) for _, one in rows]
+            several += [(path, met.index(id(one))) for path, one in rows]
+        assert again[0] == again[1] and type(restored[0]) is type(model)
         [found] = selected([leaves.paths], where, 'ignore')
         by_path = {f'0/{path}': id(one) for path, one in all_paths(model)}
         for path, said in zip(leaves.paths, found, strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg import nnx as sg_nnx
+from flax_sg import testing
 from flax_sg.filters import as_filter
 from flax_sg.trees import ways
 from flax_sg.trees.leaves import Leaves
@@ -126,10 +128,10 @@ def test_one_state_at_two_places_is_two_leaves(make):
         'variables': {'online': {'w': layer}, 'target': {'w': layer}},
         'pure': {'online': nnx.state(model), 'target': nnx.state(model)},
         'list': {'online': [layer], 'target': (layer,)},
-        'beside': {'model': model, 'target': {'w': layer}, 'online': [layer]},
+        'beside': {'tied': model, 'target': {'w': layer}, 'online': [layer]},
     }[make]
     if make == 'beside':
-        copy = {'model': nnx.clone(model), 'target': {'w': 1.0}, 'online': [1.0]}
+        copy = {'tied': nnx.clone(model), 'target': {'w': 1.0}, 'online': [1.0]}
     else:
         copy = jax.tree.map(jnp.copy, tree)
     for where in 'target/**', 'online/**', ['target/**', 'online/**']:
@@ -365,3 +367,74 @@ def test_a_leaf_is_found_without_a_look_at_all_the_others():
     assert inside.at(('w',)) == 99
     assert inside.at(('v',)) is inside.at(('layers',)) is None
     assert looked <= 1
+
+
+# Modules that JAX does not know
+
+
+def classes_of(**how):
+    """A module, and one around it, which JAX knows or not."""
+
+    class Inner(nnx.Module, **how):
+        def __init__(self, rngs):
+            self.a, self.norm = nnx.Linear(3, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+            self.table = nnx.data([jnp.ones(3), nnx.Param(jnp.ones(3)), nnx.relu])
+            self.name, self.count = 'inner', 3
+
+        def __call__(self, x):
+            x = self.table[2](self.norm(self.a(x)))
+            return x * (self.table[0] * self.table[1][...] * self.count)[None]
+
+    class Outer(nnx.Module):
+        def __init__(self, rngs):
+            self.inner, self.head = Inner(rngs), nnx.Linear(3, 3, rngs=rngs)
+            self.again, self.tied = self.inner, self.inner.a.kernel
+            self.more = nnx.List([Inner(rngs)])
+
+        def __call__(self, x):
+            return self.head(self.more[0](self.again(x))) @ self.tied[...]
+
+    return {'inner': Inner, 'outer': Outer, 'dict': lambda rngs: {'m': Outer(rngs)}}
+
+
+def reports(make):
+    """What all that takes a tree tells of a model, or makes of it."""
+    tree = make(nnx.Rngs(0))
+    of = lambda tree: tree['m'] if isinstance(tree, dict) else tree  # noqa: E731
+
+    def loss(tree):
+        return (sg_nnx.stop_gradient(of(tree), '**/a/bias')(X) ** 2).sum()
+
+    before = jax.tree.map(jnp.copy, nnx.state(of(tree)))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # It writes batch statistics.
+        grads = sg.grad(loss, wrt='**/kernel', absent='zeros')(tree)
+    part, rest = sg.partition(tree, '**/kernel')
+    joined = sg.combine(rest, part)
+    testing.assert_trains_only(loss, ~sg.filters.as_filter('**/a/bias'), tree)
+    return [
+        *(repr(sg.live(loss, tree)), str(sg.gradient_flow(loss, tree))),
+        *(str(sg.paths(tree, where='**/kernel')), str(sg.tabulate(of(tree), X))),
+        *map(nnx.to_pure_dict, map(nnx.state, map(of, (grads, joined)))),
+        *(nnx.to_pure_dict(before), of(joined)(X), sorted(vars(of(joined)))),
+        jax.tree.leaves(nnx.state(of(sg.mask(tree, trained='**/kernel')))),
+    ]
+
+
+@pytest.mark.parametrize('name', ['outer', 'inner', 'dict'])
+def test_modules_that_jax_does_not_know_are_as_others(name):
+    known, unknown = (classes_of(**how)[name] for how in ({}, {'pytree': False}))
+    for one, other in zip(reports(known), reports(unknown), strict=True):
+        if isinstance(one, dict):
+            oracle.assert_same(one, other)
+        assert str(one) == str(other)
+
+
+def test_the_structure_of_what_jax_does_not_know():
+    inner = classes_of(pytree=False)['inner']
+    one, same, other = (Leaves(inner(nnx.Rngs(n))).treedef for n in range(3))
+    assert one == same == other and len({one, same}) == 1
+    model = inner(nnx.Rngs(0))
+    model.name = 'other'
+    assert Leaves(model).treedef != one
+    assert Leaves(classes_of(pytree=False)['inner'](nnx.Rngs(0))).treedef != one
