@@ -102,7 +102,7 @@ def adopt(
         if was is None and report is None:  # A report names these.
             _warn_of_rows(owners, pairs, known)
     vectors = vectors_of(tx, leaves, pairs, owners)
-    found: dict[Names, tuple[Any, str]] = {}
+    outcomes: dict[Names, tuple[Any, str]] = {}
     # By the part of the state that they stand in, what became of moments.
     moments: dict[Names, set[str]] = {}
     for names, made in pairs:
@@ -114,17 +114,17 @@ def adopt(
         ]
         is_own = owner.owns(made) and owner.trained and not is_of_one_selection(made)
         if is_own:
-            found[names] = _of_one(made, given, owner)
+            outcomes[names] = _of_one(made, given, owner)
         else:
-            found[names] = _of_all(made, given, owner, names in vectors)
+            outcomes[names] = _of_all(made, given, owner, names in vectors)
         if owner.owns(made) or names in vectors:
-            moments.setdefault(owner.part, set()).add(found[names][1])
+            moments.setdefault(owner.part, set()).add(outcomes[names][1])
     for names, made in pairs:
         if moments.get(owners[names].part) == {'fresh'}:
-            found[names] = made, 'fresh'  # A count is as old as its moments.
+            outcomes[names] = made, 'fresh'  # A count is as old as its moments.
     if report is not None:
-        report(_lists(owners, found, itertools.chain(*values)))
-    carried = [found[names][0] for names, _ in pairs]
+        report(_lists(owners, outcomes, itertools.chain(*values)))
+    carried = [outcomes[names][0] for names, _ in pairs]
     return jax.tree.structure(new, is_leaf=is_of_one_selection).unflatten(carried)
 
 
@@ -146,12 +146,12 @@ def _makers(tx: Any, old: Any, count: int) -> Sequence[Any]:
 
 def _lists(
     owners: Mapping[Names, Owner],
-    found: Mapping[Names, tuple[Any, str]],
+    outcomes: Mapping[Names, tuple[Any, str]],
     known: Iterable[Names],
 ) -> dict[str, list[str]]:
     """What became of each parameter, and of what belongs to none."""
     became: dict[str, set[str]] = {}
-    for names, (_, fate) in found.items():
+    for names, (_, fate) in outcomes.items():
         became.setdefault(owners[names].name, set()).add(fate)
     lists: dict[str, list[str]] = {'carried': [], 'in part': [], 'fresh': []}
     for name, fates in sorted(became.items()):
@@ -177,7 +177,7 @@ def _of_all(
         # It may have a number for each row.
         if before is not None and shape_of(made) and is_differentiable(made):
             both = (*before.selection.trained, *now.trained)
-            fits &= not any(isinstance(takes, Choice) for takes in both)
+            fits &= not any(isinstance(trained, Choice) for trained in both)
         if before is not None and before.selection.shapes == now.shapes:
             fits |= all(
                 map(

@@ -141,14 +141,14 @@ def _fields(
     owners: Mapping[Names, Owner], values: Iterable[Names]
 ) -> dict[Names, _Fields]:
     """What the parts of a state have; hyperparameters are those of the new state."""
-    found: dict[Names, _Fields] = {}
+    parts: dict[Names, _Fields] = {}
     for names in values:
         owner = owners[names]
         if 'hyperparams' not in owner.around:
-            fields = found.setdefault(owner.part, _Fields(set(), set()))
+            fields = parts.setdefault(owner.part, _Fields(set(), set()))
             fields.trees.update(_trees(owners, [names]))
             fields.shared.update([names] if owner.number < 0 else [])
-    return found
+    return parts
 
 
 def _records(state: Any, top: Names = ()) -> Iterator[tuple[Names, str]]:

@@ -251,12 +251,12 @@ def pruned(
     """
     given = leaves.values if values is None else values
     return leaves.treedef.unflatten(
-        takes.cut(leaf, np.ndim(leaves.values[number]))
-        if isinstance(takes, Choice)
+        part.cut(leaf, np.ndim(leaves.values[number]))
+        if isinstance(part, Choice)
         else leaf
-        if takes
+        if part
         else ABSENT
-        for number, (takes, leaf) in enumerate(zip(trained, given, strict=True))
+        for number, (part, leaf) in enumerate(zip(trained, given, strict=True))
     )
 
 
@@ -283,28 +283,28 @@ def _seen(row: _Row, gradient: Any) -> Any:
 
     Gradients for each example have axes in front.
     """
-    takes, path, leaf = row
-    if takes and gradient is ABSENT:  # A freeze in the optimizer drops it.
+    part, path, leaf = row
+    if part and gradient is ABSENT:  # A freeze in the optimizer drops it.
         gradient = jnp.zeros_like(leaf)
-    if not isinstance(takes, (filters.Part, Choice)):
-        return gradient if takes else ABSENT
+    if not isinstance(part, (filters.Part, Choice)):
+        return gradient if part else ABSENT
     own, shape = np.shape(leaf), np.shape(gradient)
     if shape[len(shape) - len(own) :] != own:
         raise other_shape('the gradient', path, leaf, gradient)
-    if isinstance(takes, Choice):
-        return takes.cut(gradient, len(own))
-    return filters.merged(takes, gradient, jnp.zeros_like(gradient), path, own)
+    if isinstance(part, Choice):
+        return part.cut(gradient, len(own))
+    return filters.merged(part, gradient, jnp.zeros_like(gradient), path, own)
 
 
 def _update(row: _Row, update: Any) -> Any:
     """The update of a parameter: one that adds nothing to what is frozen."""
-    takes, path, leaf = row
-    if not takes:
+    part, path, leaf = row
+    if not part:
         return _nothing(leaf)
-    if isinstance(takes, Choice):
-        return takes.put(update, np.shape(leaf), -0.0)
-    rest = jnp.full_like(update, -0.0) if isinstance(takes, filters.Part) else update
-    return filters.merged(takes, update, rest, path, np.shape(leaf))
+    if isinstance(part, Choice):
+        return part.put(update, np.shape(leaf), -0.0)
+    rest = jnp.full_like(update, -0.0) if isinstance(part, filters.Part) else update
+    return filters.merged(part, update, rest, path, np.shape(leaf))
 
 
 def _nothing(leaf: Any) -> Any:
@@ -334,8 +334,8 @@ def _frozen_in(tx: Any, params: Any) -> set[Any]:
     return {
         path.place
         for found in selections(tx, params).values()
-        for path, takes in zip(found.paths, found.trained, strict=True)
-        if not takes
+        for path, part in zip(found.paths, found.trained, strict=True)
+        if not part
     }
 
 
@@ -375,18 +375,18 @@ def _shapes_of(state: Any) -> dict[Any, tuple[int, ...]]:
 
 
 def _foreign(leaves: Leaves, trained: Sequence[Any]) -> errors.StructureError:
-    paths = [path for path, takes in zip(leaves.paths, trained, strict=True) if takes]
+    paths = [path for path, part in zip(leaves.paths, trained, strict=True) if part]
     shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'
-    said = f'the state does not belong to what sg.freeze trains: {shown}.\n'
+    problem = f'the state does not belong to what sg.freeze trains: {shown}.\n'
     if any(isinstance(part, filters.Part) and part.is_conditional for part in trained):
         return errors.StructureError(
-            f'{said}A condition in its filter is traced, so the state is of all that '
-            'the condition may train.\n'
+            f'{problem}A condition in its filter is traced, so the state is that of '
+            'all that it may train.\n'
             'Make it without the condition: sg.freeze(tx, False).init(params), or keep '
             'what it knows: sg.adopt(tx, params, state).'
         )
     return errors.StructureError(
-        f'{said}Make it with tx.init(params), or keep what it knows: '
+        f'{problem}Make it with tx.init(params), or keep what it knows: '
         'sg.adopt(tx, params, state, old=old_tx).'
     )
 

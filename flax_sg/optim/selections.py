@@ -115,7 +115,7 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
     >>> {names: found.trained for names, found in selections(tx, params).items()}
     {('1',): [False, True]}
     """
-    found: dict[Names, Selection] = {}
+    by_place: dict[Names, Selection] = {}
 
     def init() -> None:
         waiting: list[tuple[Names, Any, Selection | None]] = [
@@ -127,15 +127,15 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
             for keys, node in pairs:
                 if _is_marked(node):
                     names, own = top + names_of(keys), node.selection
-                    found[names] = own if outer is None else own.within(outer)
-                    waiting.append((names, node.value, found[names]))
+                    by_place[names] = own if outer is None else own.within(outer)
+                    waiting.append((names, node.value, by_place[names]))
 
     with marked():
         try:
             jax.eval_shape(init)
         except jax.errors.JAXTypeError:  # It asks for values.
             init()
-    return found
+    return by_place
 
 
 def _is_marked(node: Any) -> bool:
