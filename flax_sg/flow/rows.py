@@ -85,9 +85,17 @@ def alike(
 
 
 def repeated(rows: dict[tuple[str, ...], T]) -> list[tuple[str, T]]:
-    """The rows of a table, one for repeated modules."""
-    contents = list(rows.values())
+    """The rows of a table, one for repeated modules.
+
+    Below the name of a row, ``/**`` means what is in the row. If submodules have rows
+    of their own, the row is a module's own parameters: its name ends in ``/*``.
+    """
+    keys, contents = [*rows], [*rows.values()]
+    around = {names[:n] for names in keys for n in range(1, len(names))}
     return [
-        ('/'.join(names) or NO_MODULE, contents[same[0]])
-        for names, same in text.repeated([*rows], contents)
+        (
+            '/'.join(names) + '/*' * (keys[same[0]] in around) or NO_MODULE,
+            contents[same[0]],
+        )
+        for names, same in text.repeated(keys, contents)
     ]

@@ -17,6 +17,7 @@ from jax import export, lax
 
 import flax_sg as sg
 from flax_sg import linen as nn
+from flax_sg.flow.report import together
 from tests.helpers import flows, oracle
 from tests.helpers.described import uses
 from tests.helpers.described.compared import assert_promise_kept
@@ -484,3 +485,40 @@ def test_rows_are_named_without_a_look_at_all_the_others():
     looked = 0
     assert report.status_of('output', 'p1') == 'flows'
     assert looked < 10
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('depth', [None, 1, 2])
+def test_a_row_prints_the_filter_of_what_it_means(depth):
+    """A module's own parameters, without those of its submodules, end in a star."""
+    own = {'scale': THREE, 'shift': THREE}
+    inner = {'w': THREE, 'b': THREE}
+    params = {
+        'llm': {f'{n}': {**own, 'attn': inner, 'mlp': inner} for n in range(3)},
+        'head': {**own, 'out': inner},
+        'alone': inner,
+    }
+
+    def loss(params):
+        fixed = {n: stop_in(layer, 'attn') for n, layer in params['llm'].items()}
+        leaves = jax.tree.leaves([fixed, stop_in(params['head'], 'out')])
+        return sum(jnp.sum(leaf) for leaf in leaves) + jnp.sum(params['alone']['w'])
+
+    def stop_in(module, name):
+        return {**module, name: jax.tree.map(lax.stop_gradient, module[name])}
+
+    report = flow_of(loss, params)
+    rows = report.matrix(depth).rows
+    if depth is None:
+        assert sorted(row.name for row in rows) == [
+            *('alone/b', 'alone/w', 'head/*', 'head/out'),
+            *('llm/[0-2]/*', 'llm/[0-2]/attn', 'llm/[0-2]/mlp'),
+        ]
+    seen: list[str] = []
+    for row in rows:
+        is_module = row.name not in report.names and not row.name.endswith('/*')
+        where = sg.where(row.name + '/**' * is_module)
+        taken = [n for n, path in enumerate(report.parameters) if where(path)]
+        assert together(report.status[0][n] for n in taken) == row.cells[0]
+        seen += [report.names[n] for n in taken]
+    assert sorted(seen) == sorted(report.names)
