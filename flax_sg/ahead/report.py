@@ -56,6 +56,13 @@ def flops_of(eqns: Iterable[Any]) -> float:
     return sum(map(_flops, eqns))
 
 
+def _flops_of_steps(steps: Iterable[Step]) -> float:
+    return sum(
+        step.times * _flops_of_steps(step.inner) if step.inner else _flops(step.eqn)
+        for step in steps
+    )
+
+
 def _flops(eqn: Any) -> float:
     name, params = eqn.primitive.name, eqn.params
     size = sum(math.prod(var.aval.shape) for var in eqn.outvars)
@@ -174,7 +181,7 @@ def report(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> str
     if rows:
         cells = [[row.type, f'{row.bytes:,}', row.line] for row in rows]
         lines += [text.table(['kept', 'bytes', 'made by'], cells, ['bytes']), '']
-    once, late = (flops_of(s.eqn for s in part) for part in (split.early, split.late))
+    once, late = map(_flops_of_steps, (split.early, split.late))
     share = once / (once + late) if once + late else 0.0
     total = sum(row.bytes for row in rows)
     lines.append(f'{share:.1%} of the flops are done once; {total:,} bytes are kept.')

@@ -101,6 +101,12 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return getattr(getattr(aval, 'manual_axis_type', None), 'varying', frozenset())
 
 
+def stacked(aval: Any, length: int) -> Any:
+    """The type of as many arrays in one, along a new first axis."""
+    one = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+    return jax.make_jaxpr(lambda x: x)(one).jaxpr.invars[0].aval
+
+
 class Checkpoint(NamedTuple):
     """The jaxpr and the arguments of a ``jax.checkpoint``."""
 
