@@ -41,7 +41,7 @@ from flax_sg.filters.of_type import of_type
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost
-from flax_sg.internals.optional import is_nnx_model
+from flax_sg.internals.optional import is_nnx_model, is_of_nnx
 
 # What stands for a filter; ``where`` explains the members.
 Where: TypeAlias = (
@@ -125,6 +125,12 @@ def as_filter(where: Where) -> Filter:
         return Regex(where)
     if is_condition(where):
         return condition(where)
+    if isinstance(where, nn.Variable) or is_of_nnx(type(where), 'Variable'):
+        raise errors.FilterTypeError(
+            f'{brief(where)} is no filter: a filter names Variables by their paths.\n'
+            "Write its path, as sg.paths(model) lists it: 'encoder/kernel'; for all "
+            'Variables of a type, kind=nnx.Param in a view of NNX.'
+        )
     fn = innermost(where)
     if callable(where) and isinstance(fn, types.FunctionType):
         return Predicate(where)

@@ -53,7 +53,6 @@ class BoolTree(Atom):
         PartError: when called, if an array has not the shape of its variable.
     """
 
-    own_needs: ClassVar[frozenset[Need]] = frozenset({'names'})
     names_leaves: ClassVar[bool] = True
     bools: dict[tuple[str, ...], bool | Part]
     shapes: dict[tuple[str, ...], tuple[int, ...]]
@@ -78,6 +77,13 @@ class BoolTree(Atom):
                 shapes[names] = np.shape(leaves[0])
         object.__setattr__(self, 'bools', bools)
         object.__setattr__(self, 'shapes', shapes)
+
+    @functools.cached_property
+    def own_needs(self) -> frozenset[Need]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The names of all variables, and what its arrays of bools need."""
+        parts = [x for x in self.bools.values() if isinstance(x, Part)]
+        names: frozenset[Need] = frozenset({'names'})
+        return names.union(*(part.elements.needs for part in parts))
 
     @functools.cached_property
     def identity(self) -> Hashable:

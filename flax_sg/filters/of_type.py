@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax.core import Scope
 
 from flax_sg import errors
+from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Filter
 from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
@@ -66,12 +67,20 @@ def of_type(
         backbone, x))`` is right wherever the backbone is mounted.
 
     Raises:
-        TypeError: if ``cls`` is no class.
+        ArgumentTypeError: if ``cls`` is no class, and no tuple of classes.
         FilterTypeError: if no model is given.
         UnknownNameError: later, if it is asked for a variable that the model lacks.
     """
     classes = cls if isinstance(cls, tuple) else (cls,)
-    issubclass(nn.Module, classes)  # Raises if one of them is no class.
+    given: tuple[Any, ...] = classes
+    for each in given:
+        if not isinstance(each, type):
+            raise errors.ArgumentTypeError(
+                f'of_type was given {brief(each)}, where the class of a module is '
+                'expected.\n'
+                'Write filters.of_type(nn.LayerNorm, model, x); for several classes '
+                'give a tuple of them.'
+            )
     names = ', '.join(cls.__name__ for cls in classes)
     if model is None:
         raise errors.FilterTypeError(
@@ -83,13 +92,31 @@ def of_type(
     models: Any = {'': (model,)} if is_one else model
     found = {
         (collection, (*filter(None, [name]), *path)): any(
-            issubclass(one, classes) for one in around
+            issubclass(module, classes) for module in around
         )
-        for name, (one, *inputs) in models.items()
-        for collection, path, around in _variables(one, (*inputs, *args), kw)
+        for name, given in models.items()
+        for collection, path, around in _variables(
+            *_model_and_inputs(names, name, given, args), kw
+        )
     }
     selected = frozenset(place for place, takes in found.items() if takes)
     return Derived(selected, frozenset(found), f'of_type({names})')
+
+
+def _model_and_inputs(
+    names: str, name: str, given: Any, args: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """A model and its inputs, of what is given for it; raises if it is no model."""
+    model, *inputs = given if isinstance(given, tuple) and given else (given,)
+    if is_nnx_model(model) or isinstance(getattr(model, 'init', None), Callable):
+        return model, (*inputs, *args)
+    place = f' at {name!r}' if name else ''
+    raise errors.FilterTypeError(
+        f'of_type({names}) was given {brief(model)}{place}, which is no model: '
+        'variables do not know the classes of their modules.\n'
+        f'Give the model and example inputs: filters.of_type({names}, model, x); for '
+        "several models a dict: {'actor': (actor, x), 'critic': (critic, x, a)}."
+    )
 
 
 def _variables(

@@ -13,8 +13,8 @@ from typing import Any
 
 from flax_sg import errors
 from flax_sg.filters import hints
-from flax_sg.filters.expressions import Atom
-from flax_sg.filters.paths import Path, all_paths
+from flax_sg.filters.expressions import Atom, Need
+from flax_sg.filters.paths import Owner, Path, all_paths
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +79,38 @@ class Glob(Atom):
     def only(self) -> str | None:
         """The pattern itself, if no character in it has a meaning."""
         return None if _SPECIAL.search(self.pattern) else self.pattern
+
+    @functools.cached_property
+    def own_needs(self) -> frozenset[Need]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The names of all variables, if each name in braces has to fit one."""
+        return frozenset({'names'} if self._alternatives else ())
+
+    @functools.cached_property
+    def _alternatives(self) -> list[tuple[str, list[str]]]:
+        return alternatives(self.pattern)
+
+    def unused(
+        self, took: bool, paths: Sequence[Path], owner: Owner
+    ) -> errors.FlaxSGError | None:
+        """The error if the pattern, or a name in braces in it, fits no variable."""
+        error = super().unused(took, paths, owner)
+        known = [one for path in paths for one in all_paths(path)]
+        if error or not self._alternatives or self.pattern in known:
+            return error
+        names = [*known, *(path.variable for path in known if path.is_inner)]
+        for name, globs in self._alternatives:
+            if any(any(map(glob_regex(glob).fullmatch, names)) for glob in globs):
+                continue
+            advice = hints.advice(globs[0], known, 'encoder/**', glob_regex)
+            if name != name.strip():
+                write = self.pattern.replace(name, name.strip())
+                advice = f'Names in braces have no spaces around: {write!r}.'
+            return errors.UnusedFilterError(
+                f'{name!r} in {self!r} matches none of the {len(paths)} variables.\n'
+                f'{advice}\n'
+                "If some names need not match, pass unused='ignore'."
+            )
+        return None
 
     def matches(self, path: Path) -> bool:
         """Whether the pattern fits the path, or is the path."""
@@ -163,6 +195,31 @@ def _expanded(pattern: str) -> list[str]:
     before, after = pattern[: found.start()], pattern[found.end() :]
     texts = (f'{before}{each}{after}' for each in re.split(r'(?<!\\),', found[1]))
     return [*dict.fromkeys(glob for text in texts for glob in _expanded(text))]
+
+
+def alternatives(pattern: str) -> list[tuple[str, list[str]]]:
+    """Each name in braces, and the globs that it leads to.
+
+    >>> alternatives('{enc,dec}/{u,w}')[2:]
+    [('u', ['enc/u', 'dec/u']), ('w', ['enc/w', 'dec/w'])]
+    """
+    names: dict[int, str] = {}  # By the place at which each begins.
+    rest = pattern
+    while found := _BRACES.search(rest):
+        start = found.start(1)
+        for part in re.finditer(r'(?:\\.|[^,\\])*', found[1]):
+            names[start + part.start()] = pattern[start:][slice(*part.span())]
+        rest = f'{rest[: found.start()]}{"_" * len(found[0])}{rest[found.end() :]}'
+    names = {place: name for place, name in names.items() if name}
+    # A mark at each name tells which of them a glob was made with.
+    marks = {place: chr(0xE000 + n) for n, place in enumerate(names)}
+    text = ''.join(marks.get(place, '') + x for place, x in enumerate(pattern))
+    unmarked = str.maketrans(dict.fromkeys(marks.values(), ''))
+    globs = _expanded(text) if marks else []
+    return [
+        (name, [glob.translate(unmarked) for glob in globs if marks[place] in glob])
+        for place, name in names.items()
+    ]
 
 
 def glob_regex(pattern: str) -> re.Pattern[str]:

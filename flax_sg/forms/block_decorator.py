@@ -133,8 +133,9 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     attributes = {name: _attribute(target, name) for name in names}
     # Flax takes longer to make a class than to run a small module, and ``nn.jit``
     # traces each class. So equal stops of a class, in a loop say, are one class.
-    # A function may change, or be equal to another one that does.
-    is_plain = 'code' not in rewrite.where.needs
+    # A function may change, or be equal to another one that does. A mask may be traced:
+    # the table would keep the tracer.
+    is_plain = rewrite.where.needs.isdisjoint(('code', 'mask'))
     stops = is_plain and type(rewrite.rule) is rules.StopGradient
     key = target, rewrite, rewrite.unused, tuple(attributes.items())
     if stops and (known := _stopped_classes.get(key)):

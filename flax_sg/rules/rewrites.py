@@ -75,8 +75,16 @@ def read_only(
     >>> read_only('encoder/**')
     read_only(Glob('encoder/**'), collections=True)
     """
-    rule = rules.ReadOnly()
-    return Rewrite(filters.as_filter(where), rule, collections, unused)
+    chosen = filters.as_filter(where)
+    if 'condition' in chosen.needs:
+        raise errors.FilterTypeError(
+            f'nn.read_only was given {chosen!r}, whose condition is traced.\n'
+            'A write raises while JAX traces, and the condition is known when the '
+            'program runs.\n'
+            'Leave the condition out, or give its value: bool(step < k), outside of '
+            'jax.jit.'
+        )
+    return Rewrite(chosen, rules.ReadOnly(), collections, unused)
 
 
 def substitute(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -101,6 +102,35 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: split(of_type(fnn.Dense)),
         'FilterTypeError: filters.of_type(Dense, model, x)',
         lambda: of_type(fnn.Dense, *OF),
+    ),
+    'an object in place of a class': (
+        lambda: of_type(fnn.Dense(2), *OF),
+        'ArgumentTypeError: filters.of_type(nn.LayerNorm, model, x)',
+        lambda: of_type(fnn.Dense, *OF),
+    ),
+    'a list of classes': (
+        lambda: of_type([fnn.Dense], *OF),
+        'ArgumentTypeError: a tuple',
+        lambda: of_type((fnn.Dense,), *OF),
+    ),
+    'variables in place of a model': (
+        lambda: of_type(fnn.Dense, {'params': PARAMS}),
+        "FilterTypeError: filters.of_type(Dense, model, x) | 'params'",
+        lambda: of_type(fnn.Dense, *OF),
+    ),
+    'a Variable in place of a filter': (
+        lambda: as_filter(nnx.Param(jnp.ones(2))),
+        "FilterTypeError: a Param | 'encoder/kernel' | kind=nnx.Param",
+    ),
+    'a name in braces': (
+        lambda: split('{head,bdy}/w'),
+        "UnusedFilterError: 'bdy' | 'body/w' | unused='ignore'",
+        lambda: sg.partition(PARAMS, '{head,body}/w'),
+    ),
+    'a condition of what may be written': (
+        lambda: jax.jit(lambda flag: nn.read_only(as_filter('w') & flag))(True),
+        'FilterTypeError: nn.read_only | bool(step < k) | jax.jit',
+        lambda: nn.read_only(as_filter('w') & bool(jnp.array(True))),
     ),
     'an empty glob': (lambda: as_filter(''), "ArgumentValueError: '**'"),
     'a class of characters for numbers': (

@@ -14,6 +14,7 @@ import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
+from flax_sg.forms import block_decorator
 from tests.helpers import extents, oracle
 from tests.helpers.turns import in_turn
 
@@ -396,6 +397,30 @@ def test_no_tracer_is_kept():
         # JAX itself keeps what a jitted function reads of a trace around it.
         for name in WAYS.keys() - {'around_jit'}:
             jax.jit(jax.grad(WAYS[name]))(PARAMS, True)
+
+
+@pytest.mark.parametrize(
+    'of', [lambda x: as_filter('kernel') & x, lambda x: {'kernel': x, 'bias': False}]
+)
+def test_a_class_with_a_condition_is_made_anew(of: Any):
+    """The table of equal classes would keep the tracer."""
+    made: list[Any] = []
+
+    def loss(params: Any, flag: Any) -> Any:
+        made.append(nn.stop_gradient(linen.Dense, of(flag)))
+        return jnp.sum(made[-1](2).apply({'params': params}, jnp.ones((1, 3))))
+
+    params = linen.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))['params']
+    for flag in True, False:
+        grads = jax.jit(jax.grad(loss))(params, flag)
+        assert oracle.is_zero(grads['kernel']) is flag
+    # While the class lives, the table would have it, and with it the tracer.
+    assert [cls.__name__ for cls in made] == ['Dense'] * len(made)
+    assert not [
+        key
+        for key in block_decorator._stopped_classes
+        if {'mask', 'condition'} & key[1].where.needs
+    ]
 
 
 def test_one_program_for_all_steps():

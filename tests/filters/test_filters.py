@@ -582,6 +582,41 @@ def test_numbers_and_alternatives_in_braces(text, takes):
     assert glob(path(text))
 
 
+BRACES = [
+    ('{encoder,haed}/**', "'haed' in Glob('{encoder,haed}/**') matches none of the 4"),
+    ('{encoder,haed}/**', "Did you mean 'head/**'?"),
+    ('{encoder, head}/**', "no spaces around: '{encoder,head}/**'."),
+    ('{encoder/{fc,fd},head}/**', "'fd' in Glob"),
+    ('{encoder,head}/{fc/kernel,nothing}', "'head' in Glob"),
+    ('{decoder,head}/{kernel,bias}', "'decoder' in Glob"),
+    ('{head,{encoder,encodr}/fc}/bias', "'encodr' in Glob"),
+    ('**/{kernel,scale}', "'scale' in Glob"),
+]
+
+
+@pytest.mark.parametrize(('where', 'said'), BRACES)
+def test_each_name_in_braces_is_checked(where: str, said: str):
+    tree = flax.traverse_util.unflatten_dict(dict.fromkeys(NET, 1.0), sep='/')
+    for chosen in where, [where, '**'], ~as_filter(where):
+        with pytest.raises(errors.UnusedFilterError) as info:
+            sg.partition(tree, chosen)
+        assert said in str(info.value)
+    sg.partition(tree, where, unused='ignore')
+
+
+@pytest.mark.parametrize(
+    'where',
+    [
+        '{encoder/fc,head}/{kernel,bias}',
+        '{encoder/fc/kernel,head/*}',
+        '{encoder,head}/{fc/kernel,bias}',  # Not each pair of names is there.
+    ],
+)
+def test_right_braces_are_taken(where: str):
+    tree = flax.traverse_util.unflatten_dict(dict.fromkeys(NET, 1.0), sep='/')
+    sg.partition(tree, where)
+
+
 def test_padded_numbers():
     names = [f'l{n:02}' for n in range(8, 12)] + ['l8']
     assert [n for n in names if as_filter('l{08..11}')(path(n))] == names[:4]
