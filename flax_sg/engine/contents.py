@@ -26,13 +26,21 @@ CLOSED = (
     *(*MODULES, rules.Rewrite, types.ModuleType, types.CodeType),
     *(type, str, bytes, int, type(None)),
 )
+_PLAIN = frozenset({str, bytes, int, bool, type(None)})
 _JITTED: Any = type(jax.jit(id))
-# The search gives up after this many objects.
-_MOST = 20_000
+# The search gives up after this many objects. That of iterators looks farther: it is
+# rare, and one over a long list of plain values is no mistake.
+MOST, MOST_OF_ITERATORS = 20_000, 1_000_000
 
 
-def may_hold(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether an object of some types is reached, or the search gives up."""
+def may_hold(value: Any, kinds: tuple[type, ...], most: int = MOST) -> bool:
+    """Whether an object of some types is reached, or the search gives up.
+
+    Args:
+        value: where the search begins.
+        kinds: the types.
+        most: after how many objects it gives up.
+    """
     waiting: list[Any] = [value]
     met: dict[int, Any] = {}  # Keeps each object alive, so its id stays unique.
     while waiting:
@@ -40,7 +48,7 @@ def may_hold(value: Any, kinds: tuple[type, ...]) -> bool:
         if id(part) in met:
             continue
         met[id(part)] = part
-        if isinstance(part, kinds) or len(met) > _MOST:
+        if isinstance(part, kinds) or len(met) > most:
             return True
         waiting.extend(_reached_from(part))
     return False
@@ -63,12 +71,14 @@ def gives_reads_away(value: Any) -> bool:
         return any(map(gives_reads_away, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(gives_reads_away, value))
-    return isinstance(value, LAZY) and may_hold(value, MODULES)
+    return isinstance(value, LAZY) and may_hold(value, MODULES, MOST_OF_ITERATORS)
 
 
 def _reached_from(value: Any) -> Iterable[Any]:
     if isinstance(value, (*CLOSED, *ARRAYS)):
         return ()
+    if type(value) in (list, tuple) and _PLAIN.issuperset(map(type, value)):
+        return ()  # Such as the words of a tokenizer, in one step.
     if isinstance(value, types.FunctionType):  # Without its globals.
         parts = (value.__defaults__, value.__kwdefaults__, value.__dict__)
         return (*(value.__closure__ or ()), *parts)

@@ -62,6 +62,12 @@ class Encoder(linen.Module):
     def numbered(self, x):
         return enumerate(y * 2 for y in self(x))
 
+    def pairs_of_words(self, x):
+        return zip([[[float(n)] for n in range(12_000)]], [self(x)], strict=True)
+
+    def words(self, x):
+        return zip([[*range(25_000)]], [self(x)], strict=True)
+
     def items(self, x):
         return dict(enumerate(self(x))).items()
 
@@ -70,7 +76,7 @@ LATER = (
     *('generator', 'expression', 'mapped', 'zipped', 'modules', 'sliced', 'nested'),
     'asynchronous',
 )
-FINISHED = ('finished', 'pairs', 'numbered', 'items')
+FINISHED = ('finished', 'pairs', 'numbered', 'items', 'pairs_of_words', 'words')
 WRAPPERS = {
     'Frozen': nn.Frozen,
     'mirror': nn.mirror,
