@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +16,7 @@ from flax_sg.filters.expressions import Filter
 from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
 from flax_sg.internals import modules, tracing
-from flax_sg.internals.optional import is_nnx_model
+from flax_sg.internals.optional import is_of_nnx
 
 
 def of_type(
@@ -88,7 +88,7 @@ def of_type(
             'of its module.\n'
             f'Give the model and example inputs: filters.of_type({names}, model, x).'
         )
-    is_one = is_nnx_model(model) or not isinstance(model, Mapping)
+    is_one = not isinstance(model, Mapping) or _is_of_nnx(model)
     models: Any = {'': (model,)} if is_one else model
     found = {
         (collection, (*filter(None, [name]), *path)): any(
@@ -108,7 +108,7 @@ def _model_and_inputs(
 ) -> tuple[Any, tuple[Any, ...]]:
     """A model and its inputs, of what is given for it; raises if it is no model."""
     model, *inputs = given if isinstance(given, tuple) and given else (given,)
-    if is_nnx_model(model) or isinstance(getattr(model, 'init', None), Callable):
+    if _is_of_nnx(model) or isinstance(getattr(model, 'init', None), Callable):
         return model, (*inputs, *args)
     place = f' at {name!r}' if name else ''
     raise errors.FilterTypeError(
@@ -123,7 +123,7 @@ def _variables(
     model: Any, args: Any, kwargs: Any
 ) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
     """Yields the variables of a model, with the classes of the modules around."""
-    if is_nnx_model(model):
+    if _is_of_nnx(model):
         yield from _variables_of_nnx(model)
         return
     at: dict[tuple[str, ...], set[type]] = {}  # The modules at each path.
@@ -158,14 +158,47 @@ def _variables(
             yield collection, (*names, *inner), around
 
 
+def _is_of_nnx(model: Any) -> bool:
+    """Whether it is a model of NNX, or a tree with some, and none has inputs beside."""
+    if type(model) is dict and all(type(x) is tuple for x in model.values()):
+        return False
+    nodes = jax.tree.leaves(model, is_leaf=_is_node)
+    return any(is_of_nnx(type(node), 'Pytree') for node in nodes)
+
+
+def _is_node(value: Any) -> bool:
+    return is_of_nnx(type(value), 'Pytree', 'Variable')
+
+
+def _children(node: Any) -> list[Any]:
+    """The modules, Variables and arrays directly in a module of NNX."""
+    is_unknown = jax.tree_util.all_leaves([node])  # Made with ``pytree=False``.
+    inside = [*vars(node).values()] if is_unknown else node
+    return jax.tree.leaves(inside, is_leaf=lambda x: x is not inside and _is_node(x))
+
+
 def _variables_of_nnx(model: Any) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
-    """The same of a model of NNX. A tied Variable has several modules around it."""
+    """The same of a model of NNX. A tied Variable has several modules around it.
+
+    A child that knows its parent is not around what the parent holds: no path leads
+    through a module twice.
+    """
     from flax import nnx  # Models of linen do not wait for it.
 
-    around: dict[int, set[type]] = {}
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Module):
-            for _, value in nnx.to_flat_state(nnx.state(node)):
-                around.setdefault(id(value), set()).add(type(node))
+    around = dict[int, set[type]]()
+    met = set[tuple[int, frozenset[int]]]()
+
+    def visit(nodes: Sequence[Any], modules: Mapping[int, type]) -> None:
+        for node in nodes:
+            if not is_of_nnx(type(node), 'Pytree'):
+                around.setdefault(id(node), set()).update(modules.values())
+            elif id(node) not in modules:
+                inside = {**modules, id(node): type(node)}
+                key = id(node), frozenset(inside)
+                if key not in met:
+                    met.add(key)
+                    visit(_children(node), inside)
+
+    visit(jax.tree.leaves(model, is_leaf=_is_node), {})
     for keys, value in nnx.to_flat_state(nnx.state(model)):
-        yield 'params', tuple(map(str, keys)), around[id(value)]
+        yield 'params', tuple(map(str, keys)), around.get(id(value), set())

@@ -148,6 +148,32 @@ def test_variables_by_the_class_of_their_module():
         nnx.where(model, sg.filters.of_type(nnx.Conv, model))
 
 
+def test_of_type_in_trees_and_of_children_that_know_their_parent():
+    class Child(nnx.Module):
+        def __init__(self, parent):
+            self.parent, self.w = parent, nnx.Param(jnp.ones(2))
+
+    class Bag(nnx.Pytree):
+        def __init__(self):
+            self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    class Model(nnx.Module, pytree=False):
+        def __init__(self):
+            self.bag, self.child, self.head = Bag(), Child(self), nnx.Param(jnp.ones(2))
+
+    def taken(cls, tree):
+        paths = sg.paths(tree, where=sg.filters.of_type(cls, tree))
+        return [str(one.path) for one in paths if one.selected]
+
+    model, layer = Model(), ['bag/layer/bias', 'bag/layer/kernel']
+    assert taken(Child, model) == ['child/w']
+    assert taken(Bag, model) == taken(nnx.Linear, model) == layer
+    assert taken(Model, model) == [*layer, 'child/w', 'head']
+    assert taken(nnx.Linear, Bag()) == ['layer/bias', 'layer/kernel']
+    for tree in [model, Model()], (model, Model()), {'0': model, '1': Model()}:
+        assert taken(Bag, tree) == [f'{n}/{path}' for n in (0, 1) for path in layer]
+
+
 def test_programs_of_functions_of_nnx_jit():
     def by_hand(model, x):
         return loss_of(stopped(model), x)
