@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -28,6 +29,8 @@ def advice(
     near = list(dict.fromkeys(known[text] for text in nearest(pattern, known)))
     hint = _of_a_collection(pattern, paths, near[0], compiled)
     hint = hint or _of_the_root(pattern, paths, compiled)
+    if not hint and compiled is not re.compile:
+        hint = _of_a_stack(pattern, paths, compiled)
     if not hint and (found := _respelled(pattern, near[0], paths, compiled)):
         hint = f'Did you mean {found!r}?'
     if not hint and compiled is not re.compile:
@@ -84,22 +87,66 @@ def _of_the_root(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str
     return ''
 
 
+# A name with a number, or a range of numbers: of one layer, or of several.
+_NUMBERED = re.compile(r'(?:(.*)_)?(?:([0-9]+)|\{([0-9]+)\.\.([0-9]+)\})')
+
+
+def _of_a_stack(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
+    """The hint for a layer by its number, where a scan or vmap has one stack; or ''."""
+    names = pattern.split('/')
+    for n, name in enumerate(names):
+        found = _NUMBERED.fullmatch(name)
+        if not found:
+            continue
+        prefix, number, *ends = found.groups()
+        first, last = sorted(map(int, filter(None, ends))) or (number, number)
+        stack = '/'.join([*names[:n], *([prefix] if prefix else []), *names[n + 1 :]])
+        if prefix and n == len(names) - 1:
+            stack += '/**'
+        shapes = [
+            x.array.shape for x in paths if x.array and _fits(stack, [x], compiled)
+        ]
+        size = int(last) + 1
+        if shapes and all(shape and shape[0] >= size for shape in shapes):
+            index = number or f'{first}:{size}'
+            return (
+                f'If {"/".join([*names[:n], *([prefix] if prefix else [])])!r} is one '
+                f'stack of layers: sg.at({stack!r}, np.s_[{index}]); of layers of a '
+                'scan, frozen_layers= of nn.scan saves the work, too.'
+            )
+    return ''
+
+
 def _of_a_glob(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
     """The hint for what is no glob: a regular expression, a box's path; or ''."""
     inside = pattern.removesuffix('/value')
     if inside != pattern and _fits(inside, paths, compiled):
         return f'No path ends in /value, the inside of a box or a Variable: {inside!r}.'
+    dotted = pattern.replace('.', '/')
+    every = f'{dotted.removesuffix("/*")}/**'
+    # 'head.*' is more likely a regular expression.
+    if pattern.count('.') > pattern.endswith('.*'):
+        for write in (every,) if dotted.endswith('/*') else (dotted, every):
+            if _fits(write, paths, compiled):
+                return f"Names are joined by '/': {write!r}."
     if _fits(pattern, paths, re.compile) and re.search(r'\.[*+]|[\\^$|(+]', pattern):
         return f'A str is a glob: write re.compile({pattern!r}).'
-    dotted = pattern.replace('.', '/')
-    if dotted != pattern and _fits(dotted, paths, compiled):
-        return f"Names are joined by '/': {dotted!r}."
+    if stars := _crossing(pattern, paths, compiled):
+        return f"'*' matches within one name: {stars!r}."
     if pattern.startswith('!') and _fits(pattern[1:], paths, compiled):
         return f"A glob has no '!': write ~sg.where({pattern[1:]!r})."
     if '|' in pattern and _fits(f'.*({pattern}).*', paths, re.compile):
         write = f're.compile({f".*({pattern}).*"!r})'
         return f"A str is a glob, and '|' has no meaning in it: write {write}."
     return ''
+
+
+def _crossing(pattern: str, paths: Sequence[str], compiled: _Compile) -> str:
+    """The glob for a pattern of fnmatch, whose '*' crosses slashes; or ''."""
+    if '*' not in pattern or not _fits(fnmatch.translate(pattern), paths, re.compile):
+        return ''
+    several = f'**/{pattern}/**', f'**/{pattern}', f'{pattern}/**'
+    return next((each for each in several if _fits(each, paths, compiled)), '')
 
 
 def _fits(text: str, paths: Sequence[str], compiled: _Compile) -> bool:
@@ -127,12 +174,17 @@ def _respelled(
         # What is no identifier may have a meaning in the pattern.
         if re.fullmatch(rf'{re.escape(name)}_\d+', other):  # One of a list of modules.
             names[n] = f'{name}_.*' if compiled is re.compile else f'{name}_*'
-        elif (name + other).isidentifier():
+        elif (name + other).isidentifier() and _numbers(name) <= _numbers(other):
             names[n] = (*difflib.get_close_matches(name, [other], 1, 0.75), name)[0]
     text = '/'.join(names)
     many = _many(compiled)
     several = text, f'{text}/{many}', f'{many}/{text}'
     return next((each for each in several if _fits(each, paths, compiled)), '')
+
+
+def _numbers(name: str) -> bool:
+    """Whether a name ends in a number: 'layers_0' is one layer, and 'layers' all."""
+    return name[-1:].isdigit()
 
 
 def _many(compiled: _Compile) -> str:

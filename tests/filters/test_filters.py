@@ -487,6 +487,12 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     ('laeyr_7', [f'layer_{n}' for n in range(201)], "Did you mean 'layer_7'?"),
     ('fc/**', NET, "Nearest: 'encoder/fc/bias', 'encoder/fc/kernel'"),
     ('encoder.fc.kernel', NET, "Names are joined by '/': 'encoder/fc/kernel'."),
+    ('*fc*', NET, "'*' matches within one name: '**/*fc*/**'."),
+    ('encoder.fc.*', NET, "Names are joined by '/': 'encoder/fc/**'."),
+    ('encoder.fc', NET, "Names are joined by '/': 'encoder/fc/**'."),
+    ('head.kernel', NET, "Names are joined by '/': 'head/kernel'."),
+    ('head.*', NET, "A str is a glob: write re.compile('head.*')."),
+    ('head_0/**', NET, 'A pattern matches whole paths'),
     ('!head/**', NET, "A glob has no '!': write ~sg.where('head/**')."),
     ('!hed/**', NET, 'A pattern matches whole paths'),
     # Nothing that is left names something, or it is no pattern.
@@ -580,6 +586,28 @@ def test_numbers_and_alternatives_in_braces(text, takes):
     assert pickle.loads(pickle.dumps(glob)) == glob and repr(glob) == f'Glob({text!r})'
     # A variable whose path it is means itself.
     assert glob(path(text))
+
+
+STACK = {'layers': {'w': jnp.ones((3, 2)), 'b': jnp.ones(3)}, 'head': jnp.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ('where', 'write'),
+    [
+        ('layers/0/**', "sg.at('layers/**', np.s_[0])"),
+        ('layers_2/w', "sg.at('layers/w', np.s_[2])"),
+        ('layers_1', "sg.at('layers/**', np.s_[1])"),
+        ('layers_{0..1}/**', "sg.at('layers/**', np.s_[0:2])"),
+        ('layers_{1..0}/**', "sg.at('layers/**', np.s_[0:2])"),
+        ('layers_3/**', 'A pattern matches whole paths'),  # There are three.
+        ('/layers/w', 'A pattern matches whole paths'),
+    ],
+)
+def test_a_layer_of_a_stack_is_told(where: str, write: str):
+    with pytest.raises(errors.UnusedFilterError) as info:
+        sg.partition(STACK, where)
+    assert write in str(info.value)
+    assert "mean 'layers/**'" not in str(info.value)
 
 
 BRACES = [
