@@ -41,6 +41,7 @@ def assert_split(fun: Any, *args: Any, wrt: Any = TRAINED, once: int) -> Any:
     return ahead
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('reverse', (False, True))
 def test_a_frozen_torso_in_a_loop_over_time(reverse: bool):
     """Its features are stacked, and the loop that is left reads them."""
@@ -96,6 +97,7 @@ def test_a_carry_that_changes_after_a_turn():
     assert products(ahead.late, PARAMS, kept) == 2
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('policy', (None, jax.checkpoint_policies.dots_saveable))
 def test_a_frozen_tower_in_a_checkpoint(policy: Any):
     """It leaves the checkpoint; the rest is recomputed in the backward pass."""

@@ -287,6 +287,7 @@ def test_what_cannot_be_made_anew_raises(make):
     oracle.assert_same(total(view), total(model))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('names', ['ab', 'ba'])
 def test_the_order_of_attributes_makes_no_difference(names):
     """What was looked at on the way to something else is looked at again."""
@@ -378,6 +379,7 @@ WHERE = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize('where', WHERE)
 def test_levels_by_any_of_their_paths(where):
     model = levels(3)
