@@ -1,7 +1,7 @@
 """All of flax.nnx, plus the names that choose where gradients stop.
 
 ``from flax_sg import nnx`` takes the place of ``from flax import nnx``. Every public
-name is there and is the same object, but for ``Optimizer`` and ``DiffState``: these are
+name is there and is the same object, but for optimizers and ``DiffState``: these are
 subclasses that take paths. Nothing in flax.nnx is changed:
 
     >>> from flax import nnx as flax_nnx
@@ -28,6 +28,7 @@ if not hasattr(_nnx.Variable, 'get_value'):
     )
 
 from flax_sg.nnx.choosing import DiffState as DiffState
+from flax_sg.nnx.choosing import ModelAndOptimizer as ModelAndOptimizer
 from flax_sg.nnx.choosing import Optimizer as Optimizer
 from flax_sg.nnx.choosing import where as where
 from flax_sg.nnx.forms import clip_gradient as clip_gradient

@@ -1,4 +1,4 @@
-"""Filters of paths where NNX takes filters: ``where``, ``DiffState``, ``Optimizer``."""
+"""Filters of paths where NNX takes filters: ``where``, ``DiffState``, optimizers."""
 
 from __future__ import annotations
 
@@ -248,3 +248,34 @@ class Optimizer(nnx.Optimizer[M]):
                     Place.here(),
                     UserWarning,
                 )
+
+
+class ModelAndOptimizer(Optimizer[M]):
+    """Flax's ``nnx.ModelAndOptimizer``, whose ``wrt=`` may be a filter of flax_sg.
+
+    ``wrt`` names what is **trained**. Flax will remove this class: ``Optimizer`` is as
+    short.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from flax_sg import nnx
+    >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    >>> both = nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt='**/kernel')
+    >>> loss = lambda model: jnp.sum(model(jnp.ones((4, 2))))
+    >>> both.update(nnx.grad(loss, argnums=nnx.DiffState(0, both.wrt))(both.model))
+
+    Args:
+        model: an NNX module, which is kept as ``model``.
+        tx: a transformation of optax.
+        wrt: what is optimized, as for ``Optimizer``; ``nnx.Param`` by default.
+
+    Raises:
+        UnusedFilterError, FilterTypeError: as ``Optimizer``.
+    """
+
+    def __init__(self, model: M, tx: Any, *, wrt: Any = nnx.Param) -> None:
+        super().__init__(model, tx, wrt=wrt)
+        self.model = model
+
+    def update(self, grads: Any, /, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates the model, as Flax's own does."""
+        super().update(self.model, grads, **kwargs)

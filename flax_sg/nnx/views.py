@@ -9,6 +9,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from flax_sg import errors, filters
@@ -76,7 +77,7 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
             changed[leaf] = leaf.treedef.unflatten(own)
     made = copied(walk, changed)
     if isinstance(made, nnx.Pytree):
-        VIEWS.put(made, rewrite.rule.name)
+        VIEWS.put(made, name or rewrite.rule.name)
     return made
 
 
@@ -130,5 +131,12 @@ def _given(rule: substitutes.FromTree, leaf: Leaf) -> list[Any]:
     given = rule.entries.get(path.place)
     if isinstance(given, errors.StructureError):
         raise given
-    given = rule.instead(path, raw(leaf.value), lambda _: rules.AS_IT_IS)
+    # A number of Python is compared as the array that reads of it become.
+    own = jax.tree.map(_as_read, raw(leaf.value))
+    given = rule.instead(path, own, lambda _: rules.AS_IT_IS)
     return jax.tree.leaves(given, is_leaf=is_whole)
+
+
+def _as_read(value: Any) -> Any:
+    """What a rule makes of a number of Python: an array."""
+    return jnp.asarray(value) if type(value) in (int, float, complex) else value

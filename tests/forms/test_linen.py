@@ -210,6 +210,7 @@ uses = {
         lambda m: jnp.sum(m(x)), argnums=nnx.DiffState(0, where)
     )(graph),
     'Optimizer': lambda: nnx.Optimizer(graph, tx, wrt=where),
+    'ModelAndOptimizer': lambda: nnx.ModelAndOptimizer(graph, tx, wrt=where),
     'where': lambda: nnx.where(graph, sg.where(where)),
 }
 for use in uses.values():

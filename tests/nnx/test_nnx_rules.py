@@ -292,3 +292,20 @@ def test_a_part_with_the_name_of_a_collection():
     model, target = (nnx.Dict(params=Scale(x), head=Scale(x)) for x in (2.0, 5.0))
     view = nnx.substitute(model, target)
     oracle.assert_same([apply(view.params), apply(view.head)], [apply(Scale(5.0))] * 2)
+
+
+@pytest.mark.parametrize('own', [0.5, jnp.float32(0.5)], ids=['number', 'array'])
+@pytest.mark.parametrize('other', [0.25, jnp.float32(0.25)], ids=['number', 'array'])
+def test_other_values_for_a_number_of_python(own, other):
+    """A read of the model gives a number; of what is read in a view, an array."""
+
+    class Tempered(nnx.Module):
+        def __init__(self, temperature):
+            self.temperature = nnx.Param(temperature)
+
+        def __call__(self, x):
+            return jnp.sum(x * self.temperature.get_value())
+
+    model, target = Tempered(own), Tempered(other)
+    view = nnx.substitute(model, target)
+    assert view(jnp.ones(3)) == 0.75 and model(jnp.ones(3)) == 1.5
