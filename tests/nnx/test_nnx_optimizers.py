@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import flax_sg as sg
+from flax_sg import nnx as ours
 from tests.helpers import oracle
 from tests.helpers.nnx_by_hand import loss_of, pure
 from tests.helpers.turns import in_turn
@@ -123,18 +124,18 @@ def test_a_model_and_an_optimizer_in_one_take_paths():
     """Flax takes a text for a tag, and trains nothing."""
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     before = nnx.state(nnx.clone(model))
-    both = nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt='**/kernel')
+    both = ours.ModelAndOptimizer(model, optax.sgd(0.1), wrt='**/kernel')
     loss = lambda model: jnp.sum(model(jnp.ones((4, 2))))  # noqa: E731
-    both.update(nnx.grad(loss, argnums=nnx.DiffState(0, both.wrt))(both.model))
+    both.update(nnx.grad(loss, argnums=ours.DiffState(0, both.wrt))(both.model))
     layer, old = model.layers[0], before['layers'][0]
     assert both.model is model
     assert (layer.kernel[...] != old['kernel'][...]).any()
     assert (layer.bias[...] == old['bias'][...]).all()
     with pytest.raises(sg.errors.UnusedFilterError, match='kernle'):
-        nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt='**/kernle')
+        ours.ModelAndOptimizer(model, optax.sgd(0.1), wrt='**/kernle')
 
 
 def test_an_optimizer_of_a_view_names_what_made_it():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     with pytest.warns(UserWarning, match='nnx.train_only made this Linear'):
-        nnx.Optimizer(nnx.train_only(model, 'bias'), optax.sgd(0.1), wrt=nnx.Param)
+        ours.Optimizer(ours.train_only(model, 'bias'), optax.sgd(0.1), wrt=nnx.Param)
