@@ -250,7 +250,7 @@ class Optimizer(nnx.Optimizer[M]):
                 )
 
 
-class ModelAndOptimizer(Optimizer[M]):
+class ModelAndOptimizer(Optimizer[M], nnx.ModelAndOptimizer[M]):
     """Flax's ``nnx.ModelAndOptimizer``, whose ``wrt=`` may be a filter of flax_sg.
 
     ``wrt`` names what is **trained**. Flax will remove this class: ``Optimizer`` is as
@@ -261,7 +261,8 @@ class ModelAndOptimizer(Optimizer[M]):
     >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
     >>> both = nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt='**/kernel')
     >>> loss = lambda model: jnp.sum(model(jnp.ones((4, 2))))
-    >>> both.update(nnx.grad(loss, argnums=nnx.DiffState(0, both.wrt))(both.model))
+    >>> grads = nnx.grad(loss, argnums=nnx.DiffState(0, both.wrt))(both.model)
+    >>> updates = both.update(grads)
 
     Args:
         model: an NNX module, which is kept as ``model``.
@@ -274,8 +275,3 @@ class ModelAndOptimizer(Optimizer[M]):
 
     def __init__(self, model: M, tx: Any, *, wrt: Any = nnx.Param) -> None:
         super().__init__(model, tx, wrt=wrt)
-        self.model = model
-
-    def update(self, grads: Any, /, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Updates the model, as Flax's own does."""
-        super().update(self.model, grads, **kwargs)

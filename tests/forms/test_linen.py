@@ -429,9 +429,12 @@ def test_any_file_can_be_reloaded_or_says_that_it_cannot():
     out = run_python(
         """
 import importlib, sys
-import flax.linen as fnn, jax, jax.numpy as jnp
+import flax.linen as fnn, flax.nnx, jax, jax.numpy as jnp
 import flax_sg as sg
-from flax_sg import core, errors, flow, linen as nn, nnx, summary, testing
+from flax_sg import core, errors, flow, linen as nn, summary, testing
+
+if hasattr(flax.nnx.Variable, 'get_value'):
+    from flax_sg import nnx
 
 class Model(fnn.Module):
     def setup(self):

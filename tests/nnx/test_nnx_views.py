@@ -31,7 +31,7 @@ def test_all_names_of_flax_and_ours():
     theirs = {name for name in dir(flax_nnx) if name[0].isalpha()}
     ours = {name for name in dir(nnx) if name[0].isalpha()} - theirs
     differ = {x for x in theirs if getattr(nnx, x) is not getattr(flax_nnx, x)}
-    assert differ == {'DiffState', 'Optimizer'}
+    assert differ == {'DiffState', 'ModelAndOptimizer', 'Optimizer'}
     assert all(issubclass(getattr(nnx, x), getattr(flax_nnx, x)) for x in differ)
     assert all(getattr(nnx, name).__doc__ for name in ours)
 

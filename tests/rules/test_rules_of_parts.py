@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import linen
 
 import flax_sg as sg
 from flax_sg import linen as nn
-from flax_sg import nnx as snnx
 from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 2.0, 6).reshape(2, 3)
@@ -74,20 +73,3 @@ def test_the_other_rows_are_left_alone(name, way):
     oracle.assert_same(grads, expected)
     # Values are what they are without the rule.
     oracle.assert_same(way(make(ROWS), PARAMS), loss(PARAMS))
-
-
-@pytest.mark.parametrize('name', ['replace_cotangent', 'map_cotangent'])
-def test_views_of_nnx(name):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    given: Any = {'replace_cotangent': 3.0, 'map_cotangent': lambda _, g: g + 1.0}[name]
-
-    def loss(model):
-        return jnp.sum(model(X) ** 2)
-
-    def ours(model):
-        return loss(getattr(snnx, name)(model, ROWS, given))
-
-    plain = np.asarray(nnx.grad(loss)(model)['kernel'][...])
-    change = np.full_like(plain, 3.0) if name == 'replace_cotangent' else plain + 1.0
-    found = np.asarray(nnx.grad(ours)(model)['kernel'][...])
-    oracle.assert_same(found, np.concatenate([plain[:1], change[1:]]))
