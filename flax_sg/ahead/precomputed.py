@@ -49,13 +49,20 @@ class Precomputed:
         return self._run('early', self._split.early, values, self._split.kept)
 
     def late(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, of its parameters, what is kept, and what is in ``each=``."""
+        """The function, of its parameters, what is kept, and what is in ``each=``.
+
+        Parameters that ``wrt=`` of ``precompute`` does not name have no gradient.
+        """
         first = len(self._params)
         names: list[Name] = [*self._params, *self._each]
         if len(args) <= first:
             raise self._miscounted('late', names, 1)
         others = (*args[:first], *args[first + 1 :])
         values = self._values('late', names, others, kwargs, 1)
+        # The part of a fixed parameter's gradient that goes through what is kept is
+        # lost. So it has none, whoever differentiates.
+        for slot in values.keys() - self._split.changing:
+            values[slot] = jax.lax.stop_gradient(values[slot])
         kept = jax.tree.leaves(args[first])
         if len(kept) != len(self._split.kept):
             raise errors.ArgumentTypeError(

@@ -279,3 +279,21 @@ def test_no_array_is_held():
     gc.collect()
     assert not any(ref() is not None for ref in refs)
     assert ahead.kept
+
+
+def test_fixed_parameters_have_no_gradient():
+    """What goes through the kept values would be missing from it."""
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params['body']) @ params['head'] @ params['body'])
+
+    params = {'body': jnp.linspace(-1.0, 1.0, 9).reshape(3, 3), 'head': jnp.eye(3)}
+    x = jnp.linspace(0.0, 1.0, 6).reshape(2, 3)
+    ahead = sg.precompute(loss, params, x, wrt='head')
+    kept = ahead.early(params, x)
+    grads = jax.grad(ahead.late)(params, kept)
+    assert not grads['body'].any()
+    by_hand = jax.grad(lambda head: loss({**params, 'head': head}, x))(params['head'])
+    np.testing.assert_allclose(grads['head'], by_hand, rtol=1e-6)
+    with pytest.warns(sg.errors.NothingStoppedWarning, match='body'):
+        sg.grad(ahead.late, wrt=['head', 'body'])(params, kept)
