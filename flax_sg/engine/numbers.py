@@ -21,7 +21,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from flax_sg import filters
 from flax_sg.filters import expressions
@@ -38,7 +38,7 @@ versions.load_once(globals())
 VALUES = 'values'
 Question: TypeAlias = 'str | weakref.ref[Any] | Facts'
 
-_MOST = 4096  # Kinds in a number, and ends of a kind. JAX keeps as many traces.
+MOST = 4096  # Kinds in a number, and ends of a kind. JAX keeps as many traces.
 _values = itertools.count(1)
 _GONE = object()  # The answer where a question is about a tree that is no more.
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
@@ -113,6 +113,31 @@ class Asker:
                 break
             expressions.decide(where, path, matched, self._takes)
         return matched
+
+    def opening_answer(self, number: Number, firsts: int) -> Hashable:
+        """Returns the answer of a block that opens; its function is called directly.
+
+        An opening block is asked about each variable that was traced under the code of
+        its function, so each step between costs. ``answer`` remembers what a function
+        said: it is called if a variable may come up again, under other first numbers
+        or as a leaf within a variable (see ``takes``).
+
+        Args:
+            number: the number whose question is asked.
+            firsts: how many first numbers are followed.
+        """
+        where, question = self.rewrite.where, cast('Any', number.question)
+        comes_once = firsts == 1 and type(question) is tuple and not question[2]
+        if type(where) is filters.Predicate and comes_once:
+            path = number.path_for(self.owner_path)
+            try:
+                decision = where.fn(path)
+            except Exception as error:  # The function was not written for the variable.
+                return type(error)
+            self.early.append((path, decision))
+            if decision.__class__ is bool:
+                return decision
+        return self.answer(number)
 
     def answer(self, number: Number) -> Hashable:
         """Returns what decides how the traces of a number go on."""
@@ -221,41 +246,31 @@ class _Kind(list[Number]):
     def ends_for(self, asker: Asker) -> Iterator[tuple[Number, Number, list[Number]]]:
         """Yields the ends that a block comes to: first number, end, what was asked."""
         firsts = tuple(self)
-        # Opening asks a function of all variables that were traced under its code. A
-        # function alone is called at once, if each variable comes up once.
-        where, fn = asker.rewrite.where, None
-        if type(where) is filters.Predicate and len(firsts) == 1:
-            fn = where.fn
-        owner, early = asker.owner_path, asker.early
         for first in firsts:
-            number = first
+            number: Number | None = first
             asked: list[Number] = []
-            while (question := number.question) is not None:
+            while number is not None and number.question is not None:
                 asked.append(number)
-                said = None
-                # Of a leaf within a variable it is asked twice: see ``takes``.
-                if fn is not None and type(question) is tuple and not question[2]:
-                    path = number.paths.get(owner) or number.path_for(owner)
-                    try:
-                        said = fn(path)
-                        early.append((path, said))
-                    except Exception as error:
-                        said = type(error)
-                if said.__class__ not in (bool, type):
-                    said = asker.answer(number)
-                found = number.answers.get(said)
-                if found is None:
-                    if said is _GONE:  # No trace under it is found again.
-                        self.drop(first)
-                        break
-                    self.ends += 1
-                    found = number.answers[said] = Number()
-                number = found
+                number = self._next(number, asker.opening_answer(number, len(firsts)))
+            if number is None:  # No trace under it is found again.
+                self.drop(first)
             else:
                 yield first, number, asked
-        if self.ends > _MOST:
+        if self.ends > MOST:
             self.clear()
             self.ends = 0
+
+    def _next(self, number: Number, answer: Hashable) -> Number | None:
+        """The number that an answer leads to, a new one if nobody has answered so.
+
+        None if the question is about a tree that is gone: nobody can answer so again.
+        """
+        if answer not in number.answers:
+            if answer is _GONE:
+                return None
+            self.ends += 1
+            number.answers[answer] = Number()
+        return number.answers[answer]
 
     def drop(self, first: Number) -> None:
         """Lets no block find a number."""
@@ -296,7 +311,7 @@ class Lease:
         kind = self._kind(self.asker.kind)
         with outside() if self.asker.has_functions else contextlib.nullcontext():
             ends = [*kind.ends_for(self.asker)]
-        # Those come first that have programs already.
+        # Numbers that have programs come first: their programs can be used.
         ends.sort(key=lambda end: not end[1].history.has_traces)
         for first, number, asked in ends:
             self._first, self.number, self._asked = first, number, asked
@@ -318,7 +333,7 @@ class Lease:
             found = kinds.get(kind)
             if found is None:
                 found = kinds[kind] = _Kind()
-                if len(kinds) > _MOST:
+                if len(kinds) > MOST:
                     del kinds[next(iter(kinds))]
             return found
 
@@ -333,41 +348,50 @@ class Lease:
             if self.is_blank:
                 self._leave_blank()
             self.number.history.has_traces = True
-            if self._questions is None:
-                self._questions = {number.question for number in self._asked}
-            missing = {q: None for q in questions if q not in self._questions}
-            while missing and not is_own:
-                is_own = not self._go_on(missing)
-            if is_own:
+            if is_own or not self._ask_all(questions):
                 self.discard()
+
+    def _ask_all(self, questions: Iterable[Question]) -> bool:
+        """Adds questions to the number, and goes on by the answers.
+
+        Another block that holds the number may have asked something first: then this
+        one answers that, too.
+
+        Returns:
+            Whether all have answers: none if a question is about a tree of others.
+        """
+        if self._questions is None:
+            self._questions = {number.question for number in self._asked}
+        missing = {q: None for q in questions if q not in self._questions}
+        while missing:
+            question = self.number.question or next(iter(missing))
+            if not self._go_on(question):
+                return False
+            self._questions.add(question)
+            missing.pop(question, None)
+        return True
 
     def _leave_blank(self) -> None:
         """Makes the blank number one of the block's kind."""
         self.is_blank = False
         blanks = self._kind(self.asker.blank)
-        if self.number in blanks:  # Else a block that holds it has done so.
+        # If several blocks hold the blank number, the first of them has moved it.
+        if self.number in blanks:
             blanks.remove(self.number)
             self._kind(self.asker.kind).append(self.number)
 
-    def _go_on(self, missing: dict[Question, None]) -> bool:
-        """Goes on by one question, the number's own or a missing one.
-
-        Returns:
-            Whether there is an answer: none if the question is about a tree of others.
-        """
+    def _go_on(self, question: Question) -> bool:
+        """Goes on by one question; False if another block's question has no answer."""
         number = self.number
         is_end = number.question is None
-        number.question = question = number.question or next(iter(missing))
-        said = self.asker.answer(number)
+        number.question = question
+        answer = self.asker.answer(number)
         if is_end:
-            number.ask(said)
-        elif said not in number.answers:
+            number.ask(answer)
+        elif answer not in number.answers:
             return False
-        missing.pop(question, None)
-        if self._questions is not None:
-            self._questions.add(question)
         number.give_back(self.asker)
-        self.number = number.answers[said]
+        self.number = number.answers[answer]
         self.number.hold(self.asker)
         return True
 

@@ -221,20 +221,11 @@ class _SetupValues:
 
     def convert(self, name: str, value: Any, made_in: Blocks) -> Any:
         """Converts a value made in blocks ``made_in`` to its value in these blocks."""
-        # A stop changes tracers only. A rule that brings values changes numbers too.
-        brings = any(block.rewrite.rule.brings for block in (*made_in, *self.blocks))
-        kinds = contents.ARRAYS
-        if brings and _has_numbers(self.module):
-            kinds = contents.NUMBERS
+        kinds = self._may_change(made_in)
         if not contents.may_hold(value, kinds):
             return value
-        # An untraced array may be a parameter, and also the stopped form of another
-        # one. A stop treats both alike; without blocks they differ.
-        same = bool(self.blocks) and kinds is contents.ARRAYS
-        if isinstance(value, contents.ARRAYS if same else tracing.Tracer):
-            found = self._variable(value, made_in) or self._variable(value, self.blocks)
-            if found is not None:
-                return views.view(self.root, self.blocks, *found)
+        if variable := self._variable_of(value, made_in, kinds):
+            return views.view(self.root, self.blocks, *variable)
         made = self._made_again(name, made_in)
         if not made:  # No block changes what setup reads.
             return value
@@ -244,6 +235,29 @@ class _SetupValues:
             return _joined(value, made[name], kinds)
         except ValueError as error:
             raise _cannot_see(self.module, name, str(error)) from None
+
+    def _may_change(self, made_in: Blocks) -> tuple[type, ...]:
+        """The types of values that may be others in these blocks.
+
+        A stop changes tracers only. A rule that brings values changes numbers, too.
+        """
+        brings = any(block.rewrite.rule.brings for block in (*made_in, *self.blocks))
+        is_all = brings and _has_numbers(self.module)
+        return contents.NUMBERS if is_all else contents.ARRAYS
+
+    def _variable_of(
+        self, value: Any, made_in: Blocks, kinds: tuple[type, ...]
+    ) -> tuple[Key, Any] | None:
+        """The key and the stored leaf, if a value surely is one variable.
+
+        A tracer is one variable. An untraced array may be a variable, and also the
+        stopped form of another one: a stop treats both alike, but without blocks they
+        differ.
+        """
+        stops = bool(self.blocks) and kinds is contents.ARRAYS
+        if not isinstance(value, contents.ARRAYS if stops else tracing.Tracer):
+            return None
+        return self._variable(value, made_in) or self._variable(value, self.blocks)
 
     def _variable(self, value: Any, made_in: Blocks) -> tuple[Key, Any] | None:
         """The key and the stored leaf of a value, if it surely is a variable."""

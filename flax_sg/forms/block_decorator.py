@@ -23,7 +23,7 @@ from flax_sg import errors, filters
 from flax_sg.engine import contents, opening
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters import tokens
-from flax_sg.forms import wrappers
+from flax_sg.forms import mistakes, wrappers
 from flax_sg.internals import frames, modules
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rules import rules
@@ -113,7 +113,7 @@ def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         raise wrong_argument(target, 'module, class or function', write)
     is_wrong = isinstance(target, (type, filters.Filter)) or is_nnx_model(target)
     if is_wrong or not callable(target):
-        raise wrappers.refused(
+        raise mistakes.refused(
             f'nn.{rewrite.rule.name} decorates a function, a method, a Module class '
             'or a module',
             target,

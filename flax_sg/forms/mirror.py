@@ -13,7 +13,7 @@ from flax.linen import nowrap
 from flax_sg import filters
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.paths import Path
-from flax_sg.forms import held_state, value_blocks, wrappers
+from flax_sg.forms import held_state, mistakes, value_blocks, wrappers
 from flax_sg.internals import core_scopes, modules
 from flax_sg.rules import rules
 from flax_sg.trees.leaves import collections_of, is_absent
@@ -154,7 +154,7 @@ def mirror(
         deep Q-learning (Mnih et al., 2015) have targets like these.
     """
     if not isinstance(module, modules.Module):
-        raise wrappers.refused('nn.mirror wraps a Module instance', module)
+        raise mistakes.refused('nn.mirror wraps a Module instance', module)
     if variables is not None and state == held_state.UPDATE:
         raise unknown_choice('with variables=, state', state, held_state.STATE[1:])
     values = None

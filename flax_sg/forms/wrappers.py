@@ -27,10 +27,9 @@ from flax.linen import nowrap
 
 from flax_sg import errors, filters
 from flax_sg.engine import contents, opening
-from flax_sg.errors.texts import brief, unknown_choice
-from flax_sg.forms import forwarded, held_state
+from flax_sg.errors.texts import unknown_choice
+from flax_sg.forms import forwarded, held_state, mistakes
 from flax_sg.internals import modules
-from flax_sg.internals.optional import is_of_nnx
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -94,24 +93,51 @@ class _Forwards:
         judged = opening.EXISTENCE if judge else opening.NOTHING
         return opening.InBlock(rewrite, owner.scope, judged)
 
+    # How it begins.
+
+    def _check_fields(self: Any) -> None:
+        """Makes values of the filter and the collections; raises for wrong fields."""
+        where = filters.as_filter(self.where)
+        rewrite = rules.Rewrite(where, self.rule, self.collections, self.unused)
+        _set(self, where=where, collections=rewrite.collections, _rewrite=rewrite)
+        if self.state not in held_state.STATE:
+            raise unknown_choice('state', self.state, held_state.STATE)
+        mistakes.check_module(type(self).__name__, self.module)
+
     def _stand_for(self: Any, module: Any) -> None:
-        new = not modules.is_started(self)
-        names = {self.name, module.name} - {None}
-        if new and len(names) > 1:
-            raise _named(type(self).__name__, str(self.name), module)
+        """Takes the scope of a module that has one, and its parent and children."""
+        if self._is_named_otherwise(module):
+            raise mistakes.named(type(self).__name__, str(self.name), module)
         modules.start(self)
         _set(self, module=module)
         modules.stand_in(self, module)
 
+    def _is_named_otherwise(self: Any, module: Any) -> bool:
+        """Whether the user gave a wrapper another name than its module has.
+
+        If ``setup`` assigns a wrapper, Flax names it by the attribute and starts it
+        again: that name is not the user's.
+        """
+        return (
+            not modules.is_started(self)
+            and None not in (self.name, module.name)
+            and self.name != module.name
+        )
+
+    def _take_name_of_module(self: Any, place: Any) -> None:
+        """Takes the name that Flax would give to the module, such as ``'Dense_0'``.
+
+        Flax would name a wrapper ``'Frozen_0'``, and parameters would have other paths.
+        In ``setup`` the attribute gives the name, to a wrapper as to the module.
+        """
+        if self.name is None and modules.names_at_once(place):
+            cls = type(innermost(self.module))
+            _set(self, name=modules.autoname(place, cls))
+
     # What is asked of it.
 
     def __enter__(self: Any) -> Any:
-        name, cls = type(self).__name__, type(innermost(self)).__name__
-        raise errors.ArgumentTypeError(
-            f'with nn.{name}({cls}(...)): a module is no block.\n'
-            f'What goes through it is rewritten: nn.{name}({cls}(...))(x).\n'
-            'For a block around some lines write with nn.stop_gradient(where):'
-        )
+        raise mistakes.no_block(type(self).__name__, type(innermost(self)))
 
     def __exit__(self, *exc: object) -> None:
         """Python asks for it before it calls ``__enter__``."""
@@ -179,10 +205,14 @@ class _Forwards:
         if isinstance(value, modules.Variable) or (
             is_function and contents.may_hold(value, contents.MODULES)
         ):
-            raise _read_later(self, name, 'function' if is_function else 'Variable')
+            raise self._read_later(name, 'function' if is_function else 'Variable')
         if contents.gives_reads_away(value):
-            raise _read_later(self, name, 'generator or another lazy iterator')
+            raise self._read_later(name, 'generator or another lazy iterator')
         return value
+
+    def _read_later(self: Any, name: str, kind: str) -> errors.BlockError:
+        wrapper, cls = type(self).__name__, type(innermost(self)).__name__
+        return mistakes.read_later(wrapper, cls, name, kind)
 
     def _seen_within(self: Any, name: str, value: Any) -> Any:
         """A list, tuple or dict as somebody sees it; itself, if it holds no module."""
@@ -223,22 +253,15 @@ class Wrapper(_Forwards, modules.Module):
     within: Any = None
 
     def __post_init__(self) -> None:
-        where = filters.as_filter(self.where)
-        rewrite = rules.Rewrite(where, self.rule, self.collections, self.unused)
-        _set(self, where=where, collections=rewrite.collections, _rewrite=rewrite)
-        if self.state not in held_state.STATE:
-            raise unknown_choice('state', self.state, held_state.STATE)
-        _check_module(type(self).__name__, self.module)
+        self._check_fields()
         place = modules.place_of(self)
-        scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
-        module = self.module if scope is None else _attached(self.module, scope)
+        module = _as_attached(self.module, place)
         if module.scope is not None:
             self._stand_for(module)
-            return
-        _set(self, module=module)
-        if self.name is None and modules.names_at_once(place):
-            _set(self, name=modules.autoname(place, type(innermost(module))))
-        super().__post_init__()
+        else:
+            _set(self, module=module)
+            self._take_name_of_module(place)
+            super().__post_init__()
 
     @nowrap
     def _register_submodules(self, name: str, val: Any) -> None:
@@ -365,73 +388,22 @@ def innermost(module: Any) -> Any:
     return module
 
 
-def _attached(module: Any, scope: Scope) -> Any:
-    """The module; as it is in the tree of a scope, if it has been attached there."""
-    if module.scope is not None or module.parent is not None:
+def _as_attached(module: Any, place: Any) -> Any:
+    """A module; or its clone, if Flax has attached one in the tree of a place.
+
+    Flax clones a module that was made outside of all modules, once in each tree: each
+    of its uses in the tree is the same clone, and so is that of a wrapper.
+
+    Args:
+        module: the module of a wrapper.
+        place: the parent of the wrapper: a module, a scope or None.
+    """
+    scope = place if isinstance(place, Scope) else getattr(place, 'scope', None)
+    is_made_outside = module.scope is None and module.parent is None
+    if scope is None or not is_made_outside:
         return module
-    there = modules.attached(module, scope)
-    if there is not None:
-        return there
-    if isinstance(module, Wrapper):
-        inner = _attached(module.module, scope)
-        if inner is not module.module:
-            return module.clone(module=inner)
-    return module
-
-
-def _check_module(wrapper: str, module: Any) -> None:
-    if isinstance(module, modules.Module):
-        return
-    if type(module).__name__ == 'InstancePlaceholder':
-        raise errors.ArgumentTypeError(
-            f'nn.{wrapper}(...) is an argument of a lifted class, such as '
-            'nn.remat(Layer), and Flax takes arguments apart.\n'
-            'Give it the bare module, and wrap this where it is called, in '
-            'Layer.__call__:\n'
-            'nn.Frozen(module, where)(x).'
-        )
-    raise refused(f'nn.{wrapper} wraps a Module instance', module)
-
-
-def refused(expected: str, target: Any) -> errors.ArgumentTypeError:
-    """The error for what is no module, class or function."""
-    write = (
-        'For a class or a function write nn.stop_gradient(target, where), for an array '
-        'jax.lax.stop_gradient(x), for a tree sg.stop_gradient(tree, where).'
-    )
-    if is_of_nnx(target if isinstance(target, type) else type(target), 'Module'):
-        write = (
-            'For a model of NNX write nnx.stop_gradient(model, where), from flax_sg '
-            'import nnx, and call what it returns.'
-        )
-    return errors.ArgumentTypeError(
-        f'{expected}, and was given {brief(target)}.\n{write}'
-    )
-
-
-def _read_later(wrapper: Any, name: str, kind: str) -> errors.BlockError:
-    """A wrapper was asked for a value that reads variables when it is used."""
-    cls = type(innermost(wrapper)).__name__
-    write = (
-        f'Iterate in the method, and return a list: return list(...) in {cls}.{name}.'
-        if 'iterator' in kind
-        else f'Call a method of the module: def use(self, ...) in {cls}, which uses '
-        f'self.{name}.'
-    )
-    return errors.BlockError(
-        f'nn.{type(wrapper).__name__}({cls}(...)).{name} is or holds a {kind} that '
-        'reads variables when it is used.\n'
-        "Such a read is outside of the wrapper's calls, so the rule would miss it.\n"
-        f'{write}'
-    )
-
-
-def _named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:
-    """A wrapper was given another name than the module that it stands for."""
-    cls = type(module).__name__
-    return errors.ArgumentValueError(
-        f'nn.{wrapper}({cls}(...), name={name!r}): the module is at '
-        f'{"/".join(module.scope.path)!r} already, and the wrapper has no place of '
-        'its own.\n'
-        f'Name the module: nn.{wrapper}({cls}(..., name={name!r})).'
-    )
+    clone = modules.attached(module, scope)
+    if clone is not None or not isinstance(module, Wrapper):
+        return module if clone is None else clone
+    inner = _as_attached(module.module, scope)
+    return module if inner is module.module else module.clone(module=inner)

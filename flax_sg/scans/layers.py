@@ -31,7 +31,7 @@ T = TypeVar('T')
 # or a dict of these by filters.
 Layers = Any
 # More runs than these are compiled as one loop with a mask.
-MAX_RUNS = 4
+MOST_RUNS = 4
 
 
 def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> T:
@@ -138,7 +138,7 @@ def split_scan(
     cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), count]
     runs = list(itertools.pairwise(cuts))
     seen = stack
-    if len(runs) > MAX_RUNS:
+    if len(runs) > MOST_RUNS:
         runs = [(0, count)]
         seen = list(map(_masked, stack, masks))
         masks = np.zeros_like(masks)

@@ -159,7 +159,7 @@ def test_predicates_with_answers_that_come_once(monkeypatch):
 
     A bounded number of them is known: then all are forgotten.
     """
-    monkeypatch.setattr(numbers, '_MOST', 50)
+    monkeypatch.setattr(numbers, 'MOST', 50)
     names = tuple(f'v{bit}' for bit in range(10))
     variables = {'params': {name: {'w': W} for name in names}}
 
