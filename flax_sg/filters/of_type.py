@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import Scope
 
 from flax_sg import errors
@@ -15,7 +13,7 @@ from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Filter
 from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
-from flax_sg.internals import modules, tracing
+from flax_sg.internals import initializing, modules
 from flax_sg.internals.optional import is_of_nnx
 
 
@@ -141,17 +139,9 @@ def _variables(
                 holding.setdefault((*path, name), set()).add(type(module))
         return out
 
-    def filled(leaf: Any) -> Any:
-        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        return jnp.zeros(leaf.shape, leaf.dtype) if is_shape else leaf
-
-    def init() -> Any:
-        args_, kwargs_ = jax.tree.map(filled, (args, kwargs))
-        # On a cache hit, a function of nn.jit would call no modules.
-        with tracing.traced_anew(), nn.intercept_methods(note):
-            return model.init(jax.random.key(0), *args_, **kwargs_)
-
-    for collection, tree in jax.eval_shape(init).items():
+    rngs = jax.eval_shape(lambda: jax.random.key(0))
+    made = initializing.variables_of(model, rngs, args, kwargs, note)
+    for collection, tree in made.items():
         for names, inner, _ in names_in(tree):
             above = (at.get(names[:n], set()) for n in range(len(names) - 1))
             around = holding.get(names, at.get(names[:-1], set())).union(*above)

@@ -18,6 +18,7 @@ file             contents
 ``versions``     supported versions, and the error for others
 ``optional``     packages that only some features need
 ``weak``         tables by identity, which keep nothing alive
+``initializing`` the shapes of the variables of a linen module
 ===============  ====================================================================
 """
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen
 
 from flax_sg import errors, filters
-from flax_sg.internals import tracing
+from flax_sg.internals import initializing
 from flax_sg.trees.leaves import leaves_of
 
 
@@ -27,15 +26,13 @@ def variables_of(
     Args:
         module: the module.
         rngs: as for ``init``, or their shapes.
-        args: as for ``init``. Arrays are traced; other values are passed on.
+        args: as for ``init``, arrays or their shapes.
         kwargs: as for ``init``, including ``method=``.
 
     Returns:
         The variables, as ``init`` makes them. And the class name of each module that is
         called, by the names in its path, in the order of the first calls.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = {n: leaf for n, leaf in enumerate(leaves) if _is_array(leaf)}
     classes: dict[tuple[str, ...], str] = {}
 
     def note(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -47,14 +44,7 @@ def variables_of(
             classes[called.path] = bare.__name__
         return next_fun(*args, **kwargs)
 
-    def init(rngs: Any, arrays: Any) -> Any:
-        values = (arrays.get(n, leaf) for n, leaf in enumerate(leaves))
-        args, kwargs = treedef.unflatten(values)
-        return module.init(rngs, *args, **kwargs)
-
-    # On a cache hit, a function of nn.jit would call no modules.
-    with tracing.traced_anew(), linen.intercept_methods(note):
-        return dict(jax.eval_shape(init, rngs, arrays)), classes
+    return initializing.variables_of(module, rngs, args, kwargs, note), classes
 
 
 @contextlib.contextmanager
@@ -147,7 +137,3 @@ def classes_of(model: Any) -> dict[tuple[str, ...], str]:
 
     modules = nnx.iter_modules(model)
     return {tuple(map(str, names)): type(one).__name__ for names, one in modules}
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
