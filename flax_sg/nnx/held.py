@@ -29,6 +29,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters.predicates import held_by
 from flax_sg.trees.leaves import is_array
+from flax_sg.trees.levels import one_level
 
 # Classes of values that hold nothing.
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -218,8 +219,8 @@ def _dict(value: dict[Any, Any]) -> _Apart:
 
 
 def _pytree(value: Any) -> _Apart:
-    root = iter([False])  # JAX asks for the value first, and it may hold itself.
-    parts, treedef = jax.tree.flatten(value, is_leaf=lambda _: next(root, True))
+    pairs, treedef = one_level(value)
+    parts = [child for _, child in pairs]
     # What is static in it cannot be replaced.
     return _Apart(value, [*parts, treedef], lambda new: treedef.unflatten(new[:-1]))
 

@@ -19,6 +19,7 @@ from flax_sg.filters.paths import name_of, shape_and_dtype
 from flax_sg.rules import rules, substitutes
 from flax_sg.trees.kinds import is_array, is_variable
 from flax_sg.trees.leaves import ABSENT
+from flax_sg.trees.levels import one_level
 from flax_sg.trees.walks import Leaf, Walk
 from flax_sg.trees.ways import Names
 
@@ -96,11 +97,8 @@ def _reader(root: Any) -> Callable[[Names], Any]:
 
     @functools.cache
     def below(names: Names) -> dict[str, Any]:
-        node, is_root = read(names), iter([False])  # JAX asks for the node first.
-        pairs, _ = jax.tree_util.tree_flatten_with_path(
-            vars(node) if isinstance(node, nnx.Pytree) else node,
-            is_leaf=lambda _: next(is_root, True),
-        )
+        node = read(names)
+        pairs, _ = one_level(vars(node) if isinstance(node, nnx.Pytree) else node)
         return {name_of(keys[0]): value for keys, value in pairs if keys}
 
     @functools.cache

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import jax
 
 from flax_sg.trees.kinds import is_module, is_variable
+from flax_sg.trees.levels import one_level
 from flax_sg.trees.walks import Leaf, Walk
 
 T = TypeVar('T')
@@ -172,9 +173,8 @@ def _tied(tree: Any) -> Any:
             data = {name: tie_in(child, True) for name, child in node.items()}
             vars(made).update(node.module.attributes | data)
         elif is_module(node):
-            root = iter([False])  # JAX asks for the module first.
-            children, treedef = jax.tree.flatten(node, lambda _: next(root, True))
-            made_of = treedef.unflatten([tie_in(child, True) for child in children])
+            children, treedef = one_level(node)
+            made_of = treedef.unflatten([tie_in(child, True) for _, child in children])
             vars(made).update(vars(made_of))
         return made
 

@@ -22,6 +22,7 @@ from flax_sg.trees.leaves import (
     name_of,
     selected,
 )
+from flax_sg.trees.levels import one_level
 
 
 class Declared:
@@ -147,9 +148,7 @@ def declared(tree: Any) -> list[bool]:
 
 
 def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
-    children, _ = jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda other: other is not node
-    )
+    children, _ = one_level(node)
     names = [name_of(keys[0]) for keys, _ in children]
     for name in sorted(fields - set(names)):
         raise errors.ArgumentTypeError(
