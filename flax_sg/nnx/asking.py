@@ -14,8 +14,8 @@ from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.filters.paths import Path, all_paths, is_parameter
 from flax_sg.filters.predicates import describe
 from flax_sg.trees.leaves import is_whole, selected
-from flax_sg.trees.walks import Leaf, Walk
-from flax_sg.trees.ways import Keys
+from flax_sg.trees.nnx_paths import Keys
+from flax_sg.trees.nnx_walks import Leaf, Walk
 
 
 class Asked(NamedTuple):

@@ -17,7 +17,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.nnx.asking import IN_VARIABLES, ask, parameters
 from flax_sg.nnx.views import VIEWS
-from flax_sg.trees.walks import Walk
+from flax_sg.trees.nnx_walks import Walk
 
 M = TypeVar('M')
 

@@ -14,7 +14,7 @@ from flax_sg.nnx.asking import parameters
 from flax_sg.nnx.values import other_values
 from flax_sg.nnx.views import view
 from flax_sg.rules import rewrites
-from flax_sg.trees.walks import Walk
+from flax_sg.trees.nnx_walks import Walk
 
 M = TypeVar('M')
 

@@ -20,8 +20,8 @@ from flax_sg.rules import rules, substitutes
 from flax_sg.trees.kinds import is_array, is_variable
 from flax_sg.trees.leaves import ABSENT
 from flax_sg.trees.levels import one_level
-from flax_sg.trees.walks import Leaf, Walk
-from flax_sg.trees.ways import Names
+from flax_sg.trees.nnx_paths import Names
+from flax_sg.trees.nnx_walks import Leaf, Walk
 
 
 def other_values(

@@ -21,8 +21,8 @@ from flax_sg.nnx.values import raw
 from flax_sg.rules import rules, substitutes
 from flax_sg.rules.plain_trees import rewritten
 from flax_sg.trees.leaves import is_array, is_differentiable, is_whole
-from flax_sg.trees.walks import Leaf, Walk
-from flax_sg.trees.ways import Keys
+from flax_sg.trees.nnx_paths import Keys
+from flax_sg.trees.nnx_walks import Leaf, Walk
 
 # Metadata of Variables that are no plain arrays, in one version of Flax or another.
 _MUTABLE = ('hijax', 'is_hijax', 'ref', 'has_ref')

@@ -33,9 +33,9 @@ from flax_sg.trees.kinds import is_differentiable as is_differentiable
 from flax_sg.trees.kinds import is_number as is_number
 from flax_sg.trees.kinds import is_variable
 from flax_sg.trees.kinds import is_whole as is_whole
-from flax_sg.trees.tied import each_once
-from flax_sg.trees.walks import Walk
-from flax_sg.trees.ways import path_at
+from flax_sg.trees.nnx_paths import path_at
+from flax_sg.trees.nnx_tied import each_once
+from flax_sg.trees.nnx_walks import Walk
 
 Keys: TypeAlias = tuple[Any, ...]
 

@@ -12,7 +12,7 @@ from flax_sg import errors, filters, nnx
 from flax_sg.filters.paths import Path
 from flax_sg.nnx.asking import ask, parameters
 from flax_sg.trees.leaves import leaves_of, selected
-from flax_sg.trees.walks import Leaf, Walk
+from flax_sg.trees.nnx_walks import Leaf, Walk
 from tests.helpers import oracle
 from tests.helpers.profile import LONG
 

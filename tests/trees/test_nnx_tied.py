@@ -14,9 +14,9 @@ import flax_sg as sg
 from flax_sg import nnx as sg_nnx
 from flax_sg import testing
 from flax_sg.filters import as_filter
-from flax_sg.trees import ways
+from flax_sg.trees import nnx_paths
 from flax_sg.trees.leaves import Leaves
-from flax_sg.trees.tied import each_once
+from flax_sg.trees.nnx_tied import each_once
 from tests.helpers import oracle
 
 
@@ -359,7 +359,7 @@ def test_a_leaf_is_found_without_a_look_at_all_the_others():
 
     looked, count = 0, 50
     rows = Rows([(('layers', n), n + 1) for n in range(count)] + [(('w',), 99)])
-    inside = ways.Ways(0, {0: rows}, ways.path_at)
+    inside = nnx_paths.Ways(0, {0: rows}, nnx_paths.path_at)
     looked = 0
     for n in range(count):
         assert inside.at(('layers', str(n))) == inside.at(('layers', str(n), 'value'))

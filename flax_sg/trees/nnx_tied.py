@@ -25,7 +25,7 @@ import jax
 
 from flax_sg.trees.kinds import is_module, is_variable
 from flax_sg.trees.levels import one_level
-from flax_sg.trees.walks import Leaf, Walk
+from flax_sg.trees.nnx_walks import Leaf, Walk
 
 T = TypeVar('T')
 

@@ -15,7 +15,7 @@ import jax
 
 from flax_sg.filters.paths import Path
 from flax_sg.trees.kinds import is_array, is_module, is_variable, is_whole
-from flax_sg.trees.ways import Keys, Names, Ways, path_at
+from flax_sg.trees.nnx_paths import Keys, Names, Ways, path_at
 
 
 class Leaf:
