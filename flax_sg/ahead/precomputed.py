@@ -13,7 +13,8 @@ from flax import linen
 from flax_sg import errors, filters
 from flax_sg.ahead.arguments import Argument, check
 from flax_sg.ahead.report import Root, report
-from flax_sg.ahead.split import Split, Step, split
+from flax_sg.ahead.split import split
+from flax_sg.ahead.steps import Split, Step
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import DECLARED, Declared, chosen

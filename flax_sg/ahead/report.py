@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from flax_sg.ahead.split import Split, Step, is_cheap
+from flax_sg.ahead.costs import is_cheap
+from flax_sg.ahead.steps import Split, Step
 from flax_sg.internals import jaxprs
 from flax_sg.rendering import text
 
