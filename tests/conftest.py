@@ -32,6 +32,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile('deterministic')
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        '--rewrite', action='store_true', help='write tests/errors/messages.txt anew'
+    )
+
+
 @pytest.fixture
 def leaks() -> Iterator[None]:
     """Makes JAX raise when a tracer outlives its trace.

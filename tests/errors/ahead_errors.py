@@ -42,65 +42,32 @@ def split() -> Any:
     return sg.precompute(loss, PARAMS, X, wrt='head')
 
 
-CASES: dict[str, tuple[Any, ...]] = {
-    'parameters that change at each step': (
-        lambda: sg.precompute(loss, PARAMS, X, each=0),
-        'ArgumentTypeError: each=0 | wrt=',
+CASES: dict[str, Any] = {
+    'parameters that change at each step': lambda: sg.precompute(
+        loss, PARAMS, X, each=0
     ),
-    'a callback that is computed once': (
-        lambda: sg.precompute(noisy, PARAMS, X, wrt='head'),
-        'ArgumentTypeError: ahead_errors.py:LINE | each=',
+    'a callback that is computed once': lambda: sg.precompute(
+        noisy, PARAMS, X, wrt='head'
     ),
-    'nothing to compute once': (
-        lambda: sg.precompute(loss, PARAMS, X, each=1),
-        'UserWarning: Nothing is computed once',
+    'nothing to compute once': lambda: sg.precompute(loss, PARAMS, X, each=1),
+    'a batch of another size': lambda: split().early(PARAMS, X[:2]),
+    'other parameters computed once': lambda: split().early(
+        {'head': PARAMS['head']}, X
     ),
-    'a batch of another size': (
-        lambda: split().early(PARAMS, X[:2]),
-        'ArgumentTypeError: sg.precompute',
-    ),
-    'other parameters computed once': (
-        lambda: split().early({'head': PARAMS['head']}, X),
-        'ArgumentTypeError: sg.ABSENT',
-    ),
-    'a batch left out': (
-        lambda: split().early(PARAMS),
-        'TypeError: early takes argument 0, argument 1',
-    ),
-    'what is kept left out': (
-        lambda: split().late(PARAMS),
-        'TypeError: late takes argument 0, what is kept',
-    ),
+    'a batch left out': lambda: split().early(PARAMS),
+    'what is kept left out': lambda: split().late(PARAMS),
     'what is kept of a smaller batch': (
         lambda: split().late(PARAMS, [X[:2]]),
-        'ArgumentTypeError: Array 0 | sg.precompute',
         lambda: split().late(PARAMS, [X]),
     ),
-    'other arrays than were kept': (
-        lambda: split().late(PARAMS, [X, X]),
-        'ArgumentTypeError: 2 arrays | early | late',
+    'other arrays than were kept': lambda: split().late(PARAMS, [X, X]),
+    'a shard, and none was traced': (lambda: mapped(True)(X), lambda: mapped(False)(X)),
+    'each= names no argument': lambda: sg.precompute(loss, PARAMS, X, each='key'),
+    'another flag than was traced': lambda: sg.precompute(
+        flagged, PARAMS, X, True, wrt='head'
+    ).early(PARAMS, X, False),
+    'frozen parameters left out that are read': lambda: split().early(
+        {**PARAMS, 'body': sg.ABSENT}, X
     ),
-    'a shard, and none was traced': (
-        lambda: mapped(True)(X),
-        'ArgumentTypeError: Argument 1 is a shard | check_vma=False',
-        lambda: mapped(False)(X),
-    ),
-    'each= names no argument': (
-        lambda: sg.precompute(loss, PARAMS, X, each='key'),
-        "ArgumentTypeError: each='key' | 'key' | 2 arguments",
-    ),
-    'another flag than was traced': (
-        lambda: sg.precompute(flagged, PARAMS, X, True, wrt='head').early(
-            PARAMS, X, False
-        ),
-        'ArgumentTypeError: Argument 2 is False | True | sg.precompute',
-    ),
-    'frozen parameters left out that are read': (
-        lambda: split().early({**PARAMS, 'body': sg.ABSENT}, X),
-        'AbsentLeafError: body in argument 0 | early | ahead_errors.py:LINE',
-    ),
-    'arguments given by name to the wrong part': (
-        lambda: split().early(PARAMS, x=X),
-        'TypeError: early takes argument 0, argument 1',
-    ),
+    'arguments given by name to the wrong part': lambda: split().early(PARAMS, x=X),
 }

@@ -67,65 +67,32 @@ def in_a_body(around: bool = False) -> None:
     jax.grad(lambda p: jnp.sum(Model().apply(p, x)))(params)
 
 
-CASES: dict[str, tuple[Any, ...]] = {
-    'a function that changes the shape': (
-        lambda: grads(nn.map_cotangent('enc/w', summed)),
-        "CotangentError: cotangent_errors.py:LINE | 'enc/w'",
+CASES: dict[str, Any] = {
+    'a function that changes the shape': lambda: grads(
+        nn.map_cotangent('enc/w', summed)
     ),
-    'an integer': (integer, "CotangentError: 'steps'"),
+    'an integer': integer,
     'clip without a bound': (
         lambda: nn.clip_gradient('enc/**'),
-        'ArgumentValueError',
         'nn.clip_gradient(where, global_norm=1.0)',
     ),
-    'clip below zero': (
-        lambda: nn.clip_gradient('enc/**', norm=-1.0),
-        'ArgumentValueError: norm=',
+    'clip below zero': lambda: nn.clip_gradient('enc/**', norm=-1.0),
+    'a factor for each': lambda: nn.scale_gradient('enc/**', jnp.ones(2)),
+    'a factor that is a text': lambda: nn.scale_gradient('enc/**', '0.5'),
+    'a reversed text': lambda: nn.reverse_gradient('enc/**', '0.5'),
+    'a bound that is a list': lambda: nn.clip_gradient('enc/**', norm=[1.0]),
+    'a cotangent that is a text': lambda: nn.replace_cotangent('enc/**', 'zeros'),
+    'no function of the cotangent': lambda: nn.map_cotangent('enc/**', None),
+    'a text for the function of the cotangent': lambda: nn.map_cotangent(
+        'enc/**', lambda path, ct, x: ct, 'x'
     ),
-    'a factor for each': (
-        lambda: nn.scale_gradient('enc/**', jnp.ones(2)),
-        'ArgumentValueError: factor has the',
+    'one path instead of two': lambda: nn.copy_cotangent('enc/w'),
+    'a path where values are expected': lambda: nn.substitute(
+        'enc/**', lambda path, value: value
     ),
-    'a factor that is a text': (
-        lambda: nn.scale_gradient('enc/**', '0.5'),
-        "ArgumentTypeError: '0.5'",
-    ),
-    'a reversed text': (
-        lambda: nn.reverse_gradient('enc/**', '0.5'),
-        "ArgumentTypeError: '0.5'",
-    ),
-    'a bound that is a list': (
-        lambda: nn.clip_gradient('enc/**', norm=[1.0]),
-        'ArgumentTypeError: a list is',
-    ),
-    'a cotangent that is a text': (
-        lambda: nn.replace_cotangent('enc/**', 'zeros'),
-        "ArgumentTypeError: 'zeros'",
-    ),
-    'no function of the cotangent': (
-        lambda: nn.map_cotangent('enc/**', None),
-        'ArgumentTypeError: nn.map_cotangent(where, lambda path, ct: 2.0 * ct)',
-    ),
-    'a text for the function of the cotangent': (
-        lambda: nn.map_cotangent('enc/**', lambda path, ct, x: ct, 'x'),
-        "ArgumentTypeError: 'x'",
-    ),
-    'one path instead of two': (
-        lambda: nn.copy_cotangent('enc/w'),
-        "ArgumentTypeError: 'enc/w' | nn.copy_cotangent({'target': 'source'})",
-    ),
-    'a path where values are expected': (
-        lambda: nn.substitute('enc/**', lambda path, value: value),
-        "ArgumentTypeError: nn.substitute(values, where='enc/**')",
-    ),
-    'a function that reads a tracer': (
-        lambda: traced(2.0),
-        "ArgumentTypeError: cotangent_errors.py:LINE | 'factor' | "
-        'nn.map_cotangent(where, fn, value)',
-    ),
+    'a function that reads a tracer': lambda: traced(2.0),
     'a rule that takes parameters together in a body': (
         in_a_body,
-        'BlockError: nn.clip_gradient(...)',
         lambda: in_a_body(around=True),
     ),
 }

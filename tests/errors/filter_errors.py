@@ -97,165 +97,99 @@ def of_integers(where: Any) -> None:
     testing.assert_flows(dataclasses.replace(flow, shapes=shapes), where)
 
 
-CASES: dict[str, tuple[Any, ...]] = {
+CASES: dict[str, Any] = {
     'a class, and no model': (
         lambda: split(of_type(fnn.Dense)),
-        'FilterTypeError: filters.of_type(Dense, model, x)',
         lambda: of_type(fnn.Dense, *OF),
     ),
     'an object in place of a class': (
         lambda: of_type(fnn.Dense(2), *OF),
-        'ArgumentTypeError: filters.of_type(nn.LayerNorm, model, x)',
         lambda: of_type(fnn.Dense, *OF),
     ),
     'a list of classes': (
         lambda: of_type([fnn.Dense], *OF),
-        'ArgumentTypeError: a tuple',
         lambda: of_type((fnn.Dense,), *OF),
     ),
     'variables in place of a model': (
         lambda: of_type(fnn.Dense, {'params': PARAMS}),
-        "FilterTypeError: filters.of_type(Dense, model, x) | 'params'",
         lambda: of_type(fnn.Dense, *OF),
     ),
-    'a Variable in place of a filter': (
-        lambda: as_filter(nnx.Param(jnp.ones(2))),
-        "FilterTypeError: a Param | 'encoder/kernel' | kind=nnx.Param",
-    ),
+    'a Variable in place of a filter': lambda: as_filter(nnx.Param(jnp.ones(2))),
     'a name in braces': (
         lambda: split('{head,bdy}/w'),
-        "UnusedFilterError: 'bdy' | 'body/w' | unused='ignore'",
         lambda: sg.partition(PARAMS, '{head,body}/w'),
     ),
     'a condition of what may be written': (
         lambda: jax.jit(lambda flag: nn.read_only(as_filter('w') & flag))(True),
-        'FilterTypeError: nn.read_only | bool(step < k) | jax.jit',
         lambda: nn.read_only(as_filter('w') & bool(jnp.array(True))),
     ),
-    'an empty glob': (lambda: as_filter(''), "ArgumentValueError: '**'"),
+    'an empty glob': lambda: as_filter(''),
     'a class of characters for numbers': (
         lambda: as_filter('head_[0-11]/**'),
-        "ArgumentValueError: 'head_[0-11]/**' | 'head_{0..11}/**' | '[012]'",
         lambda: as_filter('head_{0..11}/**'),
     ),
-    'parts that exclude each other': (
-        lambda: split(a & b),
-        "UnusedFilterError: 'head/*' | 'body/*'",
-    ),
+    'parts that exclude each other': lambda: split(a & b),
     'an index that is no integer': (
         lambda: sg.at('w', 0.5),
-        'PartError',
         "sg.at('embed/embedding', np.s_[:100])",
     ),
     'an index that is traced': (
         lambda: jax.jit(rows)(1),
-        "PartError: jax.jit | sg.stop_gradient(params, {'embed'",
         lambda: jax.jit(elements_stopped)({'w': jnp.array([True, False])}),
     ),
-    'an index that is off': (lambda: rows(np.s_[5]), "PartError: 'w' | sg.at"),
-    'no filter': (
-        lambda: as_filter(iter(['head/w'])),
-        'FilterTypeError: nn.stop_gradient(nn.Dense, where) | nn.Frozen(module, where)',
-    ),
+    'an index that is off': lambda: rows(np.s_[5]),
+    'no filter': lambda: as_filter(iter(['head/w'])),
     'a Module class': (
         lambda: as_filter(fnn.Dense),
-        'FilterTypeError: nn.Frozen(module, where)',
         'nn.stop_gradient(nn.Dense, where)',
     ),
-    'a module': (
-        lambda: as_filter(Model()),
-        'FilterTypeError: nn.stop_gradient(nn.Dense, where)',
-        'nn.Frozen(module, where)',
-    ),
-    'an array': (
-        lambda: as_filter(jnp.ones(2)),
-        'FilterTypeError: nn.stop_gradient(nn.Dense, where) | nn.Frozen(module, where)',
-        'jax.lax.stop_gradient(x)',
-    ),
-    'a pattern on bytes': (
-        lambda: split(re.compile(b'head/.*')),
-        "FilterTypeError: re.compile(b'head/.*') | re.compile('head/.*')",
-    ),
-    'a function of two': (
-        lambda: split(of_two),
-        "FilterTypeError: filter_errors.py:LINE | 'leaf' | "
-        'nn.stop_gradient(fn, where) | nn.stop_gradient(where)',
-    ),
-    'a filter that is assigned to': (assigned, "FrozenInstanceError: 'fn'"),
-    'a match in place of a bool': (
-        lambda: split(lambda path: re.match('head', path)),
-        "FilterTypeError: filter_errors.py:LINE | 'body/w' | 'encoder' | jax.jit",
-    ),
+    'a module': (lambda: as_filter(Model()), 'nn.Frozen(module, where)'),
+    'an array': (lambda: as_filter(jnp.ones(2)), 'jax.lax.stop_gradient(x)'),
+    'a pattern on bytes': lambda: split(re.compile(b'head/.*')),
+    'a function of two': lambda: split(of_two),
+    'a filter that is assigned to': assigned,
+    'a match in place of a bool': lambda: split(lambda path: re.match('head', path)),
     'a predicate that reads a tracer': (
         lambda: jax.jit(decided)(True),
-        "FilterTypeError: filter_errors.py:LINE | 'flag' | 'encoder' | "
-        'sg.where(where) & (step < k)',
         lambda: jax.jit(decided, static_argnames='flag')(flag=True),
     ),
-    'a predicate that finds a tracer': (
-        lambda: jax.jit(found)(True),
-        "FilterTypeError: filter_errors.py:LINE | 'encoder' | jax.jit",
-    ),
+    'a predicate that finds a tracer': lambda: jax.jit(found)(True),
     'what is trained, to be frozen': (
         lambda: sg.freeze(tx, live),
-        "FilterTypeError: 'head/w'",
         'sg.freeze(tx, ~live)',
     ),
     'a function of the tree, as optax has masks': (
         lambda: split(lambda tree: sg.mask(tree, frozen='head/*')),
-        "ArgumentTypeError: 'body/w' (Path) | a function in place of a filter",
         lambda: split(sg.mask(PARAMS, frozen='head/*')),
     ),
     'the complement of what is declared': (
         lambda: ~sg.DECLARED,
-        'FilterTypeError: sg.freeze(tx, sg.DECLARED)',
         'sg.freeze(tx, sg.DECLARED)',
     ),
-    'the truth of a filter': (lambda: a and b, "FilterTypeError: 'head/*'"),
-    'a tree without an answer': (
-        lambda: split({'head': True}),
-        "ArgumentValueError: 'body/w' | 'params'",
-    ),
-    'a tree with collections': (
-        lambda: split({'params': {'head': True, 'body': False}}),
-        "ArgumentValueError: 'body/w' | tree['params']",
-    ),
+    'the truth of a filter': lambda: a and b,
+    'a tree without an answer': lambda: split({'head': True}),
+    'a tree with collections': lambda: split({'params': {'head': True, 'body': False}}),
     'a tree of another model': (
         lambda: of_two_models(nn.stop_gradient(tree)),
-        "ArgumentValueError: 'q/kernel' | 'params' | 'q'",
         'nn.Frozen(actor, tree)',
     ),
-    'a tree of numbers': (
-        lambda: split({'head': 1, 'body': False}),
-        "FilterTypeError: 'head' | 'dec' | sg.stop_gradient(tree, where)",
-    ),
-    'a mask of another shape': (
-        lambda: elements({'w': np.array([True, False, True])}),
-        "PartError: 'w'",
-    ),
+    'a tree of numbers': lambda: split({'head': 1, 'body': False}),
+    'a mask of another shape': lambda: elements({'w': np.array([True, False, True])}),
     'a mask without values': (
         lambda: jax.jit(elements)({'w': np.array([True, False])}),
-        "PartError: 'w' | sg.stop_gradient",
         lambda: elements({'w': np.asarray(jnp.array([True, False]))}),
     ),
     'a condition without a value': (
         lambda: jax.jit(lambda flag: split(a & flag))(True),
-        "PartError: 'head/w' | sg.stop_gradient",
         lambda: split(a & bool(jnp.array(True))),
     ),
     'no answer for an array': (
         lambda: split(sg.arrays(lambda a: a.ndim)),
-        "FilterTypeError: filter_errors.py:LINE | 'body/w' | "
-        'sg.arrays(lambda a: a.ndim > 1)',
         lambda: sg.partition(PARAMS, sg.arrays(lambda a: a.ndim == 0)),
     ),
-    'integers that are trained': (
-        lambda: of_integers('body/*'),
-        "ArgumentTypeError: 'body/*' | 'body/w'",
-    ),
-    'an output that there is not': (
-        lambda: testing.assert_flows(loss, 'head/*', PARAMS, output='los'),
-        "UnknownNameError: 'los' | 'loss'",
+    'integers that are trained': lambda: of_integers('body/*'),
+    'an output that there is not': lambda: testing.assert_flows(
+        loss, 'head/*', PARAMS, output='los'
     ),
 }
 

@@ -73,63 +73,43 @@ def asked_in_levels(depth: int) -> Any:
 CASES: dict[str, Any] = {
     'a model whose weights have too many paths': (
         lambda: asked_in_levels(40),
-        'FilterTypeError: share modules so often that there are over 10,000 more paths '
-        'than places. | A filter is asked for each path of a weight. | Give the part',
         lambda: asked_in_levels(5),
     ),
-    'an optimizer of what is frozen': (
-        lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt=~sg.live(loss, model)),
-        'FilterTypeError: nnx.Optimizer(model, tx, wrt=live)',
+    'an optimizer of what is frozen': lambda: nnx.Optimizer(
+        model, optax.sgd(0.1), wrt=~sg.live(loss, model)
     ),
-    'a view that stops what is trained': (
-        lambda: nnx.stop_gradient(model, sg.live(loss, model)),
-        'FilterTypeError: nnx.stop_gradient(model, ~live)',
+    'a view that stops what is trained': lambda: nnx.stop_gradient(
+        model, sg.live(loss, model)
     ),
-    'a view that trains what is frozen': (
-        lambda: nnx.train_only(model, ~sg.live(loss, model)),
-        'FilterTypeError: nnx.train_only(model, live)',
+    'a view that trains what is frozen': lambda: nnx.train_only(
+        model, ~sg.live(loss, model)
     ),
-    'a gradient of what is frozen': (
-        lambda: nnx.DiffState(0, ['head/**', ~sg.live(loss, model)]),
-        'FilterTypeError: nnx.DiffState(0, live)',
+    'a gradient of what is frozen': lambda: nnx.DiffState(
+        0, ['head/**', ~sg.live(loss, model)]
     ),
-    'a name of linen': (
-        lambda: nnx.Frozen,
-        "AttributeError: 'Frozen' | nnx.stop_gradient(layer, True)",
-    ),
-    'a name that there is not': (lambda: nnx.Linaer, "AttributeError: 'Linaer'"),
+    'a name of linen': lambda: nnx.Frozen,
+    'a name that there is not': lambda: nnx.Linaer,
     'a kind that no Variable has': (
         lambda: nnx.stop_gradient(model, True, kind='params'),
-        "UnusedFilterError: kind='params' | There are: nnx.Param | kind=nnx.Param",
         lambda: nnx.stop_gradient(model, True, kind=nnx.Param),
     ),
     'a pattern for Variables of another kind': (
         lambda: nnx.stop_gradient(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean'),
-        "UnusedFilterError: 'mean' | It takes others: write kind=nnx.BatchStat.",
         lambda: nnx.stop_gradient(
             nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean', kind=nnx.BatchStat
         ),
     ),
     'two values for one Variable': (
         lambda: nnx.substitute(pair(True), pair(False)),
-        "StructureError: 'a' and 'b' are one Variable of the model, with one value. "
-        'Of the values they differ. | Tie them in the values',
         lambda: nnx.substitute(pair(True), {'a': jnp.zeros(2)}),
     ),
     'a state of a target that ties weights': (
         lambda: nnx.substitute(pair(False), nnx.state(pair(True))),
-        "StructureError: the state has no value for 'b' | Give the target itself, or "
-        'name what is replaced: where=.',
         lambda: nnx.substitute(pair(False), pair(True)),
     ),
-    'a function that holds layers': (
-        lambda: nnx.stop_gradient(Closed(), 'layer/**'),
-        'ArgumentTypeError: Closed.run holds modules of the model in a function | '
-        'Write a method in place of a function',
-    ),
+    'a function that holds layers': lambda: nnx.stop_gradient(Closed(), 'layer/**'),
     'a glob in a filter of NNX': (
         lambda: nnx.DiffState(0, nnx.All(nnx.Param, 'kern*')),
-        "FilterTypeError: 'kern*' | nnx.All(nnx.Param, nnx.where(model, 'kern*'))",
         lambda: nnx.DiffState(0, nnx.All(nnx.Param, nnx.where(model, 'kern*'))),
     ),
     'a view in an attribute': (
@@ -138,90 +118,45 @@ CASES: dict[str, Any] = {
             optax.sgd(0.1),
             wrt=nnx.Param,
         ),
-        'UserWarning: nnx.Optimizer is given a view: nnx.stop_gradient made this '
-        'Linear. | make the view where you call it',
         lambda: nnx.Optimizer(nnx.Dict(a=model), optax.sgd(0.1), wrt=nnx.Param),
     ),
-    'a path that an optimizer cannot find': (
-        lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt='haed'),
-        "UnusedFilterError: nnx.where: Glob('haed') | 'kernel'",
+    'a path that an optimizer cannot find': lambda: nnx.Optimizer(
+        model, optax.sgd(0.1), wrt='haed'
     ),
-    'a pattern that no Variable of a model has': (
-        lambda: nnx.stop_gradient(model, 'kernle'),
-        "UnusedFilterError: 'kernle' | 'kernel' | nnx.stop_gradient",
+    'a pattern that no Variable of a model has': lambda: nnx.stop_gradient(
+        model, 'kernle'
     ),
     'a state in place of a model': (
         lambda: nnx.stop_gradient(STATE, 'kernel'),
-        'ArgumentTypeError',
         'nnx.stop_gradient(model, where)',
     ),
-    'the filter first': (
-        lambda: nnx.where(NAME, model),
-        "ArgumentTypeError: 'ema'",
-        'nnx.where(model, where)',
+    'the filter first': (lambda: nnx.where(NAME, model), 'nnx.where(model, where)'),
+    'some leaves of a Variable': lambda: nnx.where(
+        SEVERAL, sg.arrays(lambda a: a.ndim > 1)
     ),
-    'some leaves of a Variable': (
-        lambda: nnx.where(SEVERAL, sg.arrays(lambda a: a.ndim > 1)),
-        "PartError: The filter means a part of 'w', and an NNX filter takes whole "
-        'leaves.\n'
-        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.',
+    'some leaves of a Variable, where Flax asks': lambda: nnx.state(
+        SEVERAL, sg.arrays(lambda a: a.ndim > 1)
     ),
-    'some leaves of a Variable, where Flax asks': (
-        lambda: nnx.state(SEVERAL, sg.arrays(lambda a: a.ndim > 1)),
-        "PartError: 'w' | an NNX filter takes whole leaves",
+    'a hijax Variable': lambda: nnx.stop_gradient(hijax(), 'w'),
+    'a collection of linen': lambda: nnx.stop_gradient(
+        model, 'kernel', collections='batch_stats'
     ),
-    'a hijax Variable': (
-        lambda: nnx.stop_gradient(hijax(), 'w'),
-        "ArgumentTypeError: 'w' | nnx.grad",
+    'a name in place of values': lambda: nnx.substitute(model, NAME),
+    'a tree without values': lambda: nnx.substitute(model, {'layer': {}}),
+    'a filter of another model': lambda: nnx.state([model], nnx.where(model, 'kernel')),
+    'what is trained, to a freeze': lambda: sg.freeze(
+        optax.sgd(1.0), nnx.where(model, 'kernel')
     ),
-    'a collection of linen': (
-        lambda: nnx.stop_gradient(model, 'kernel', collections='batch_stats'),
-        'TypeError: nnx.stop_gradient',
+    'what is trained, to a view that stops': lambda: nnx.stop_gradient(
+        model, nnx.where(model, 'kernel')
     ),
-    'a name in place of values': (
-        lambda: nnx.substitute(model, NAME),
-        "ArgumentTypeError: 'ema' | nnx.substitute(model, target)",
-    ),
-    'a tree without values': (
-        lambda: nnx.substitute(model, {'layer': {}}),
-        'ArgumentTypeError: a tree without a value cannot be read in place of',
-    ),
-    'a filter of another model': (
-        lambda: nnx.state([model], nnx.where(model, 'kernel')),
-        "UnknownNameError: 'kernel' | nnx.where",
-    ),
-    'what is trained, to a freeze': (
-        lambda: sg.freeze(optax.sgd(1.0), nnx.where(model, 'kernel')),
-        "FilterTypeError: <nnx.where: 'kernel'> names what is trained | "
-        'sg.freeze(tx, ~live)',
-    ),
-    'what is trained, to a view that stops': (
-        lambda: nnx.stop_gradient(model, nnx.where(model, 'kernel')),
-        'FilterTypeError: nnx.stop_gradient(model, where) names what is frozen | '
-        'nnx.stop_gradient(model, ~live)',
-    ),
-    'a copy of a module': (
-        lambda: sg.stop_gradient(model, 'kernel'),
-        'ArgumentTypeError: sg.stop_gradient(tree, where) | '
-        'nnx.stop_gradient(model, where)',
-        stopped_state,
-    ),
+    'a copy of a module': (lambda: sg.stop_gradient(model, 'kernel'), stopped_state),
     'a block of linen around a model of NNX': (
-        lambda: in_a_block_of_linen('ker*el'),  # No other test names this one.
-        'UnusedFilterError: nnx.stop_gradient(model, where)',
+        lambda: in_a_block_of_linen('ker*el'),
         through_a_view,
     ),
-    'a wrapper of linen around a model of NNX': (
-        lambda: nn.Frozen(model),
-        'ArgumentTypeError: nnx.stop_gradient(model, where)',
-    ),
-    'a rule of linen on a model of NNX': (
-        lambda: nn.stop_gradient(model, 'kernel'),
-        'ArgumentTypeError: nnx.stop_gradient(model, where)',
-    ),
-    'a model of NNX in place of a filter': (
-        lambda: nn.stop_gradient(model),
-        'FilterTypeError: nn.stop_gradient(nn.Dense, where) | nn.Frozen(module, where)',
-    ),
+    'a wrapper of linen around a model of NNX': lambda: nn.Frozen(model),
+    'a rule of linen on a model of NNX': lambda: nn.stop_gradient(model, 'kernel'),
+    'a model of NNX in place of a filter': lambda: nn.stop_gradient(model),
 }
 where = 'kernel'
