@@ -1,1 +1,1 @@
-"""What is frozen, for optimizers: masks, labels, a transformation, its state."""
+"""What is frozen, for optimizers: masks, labels, ``freeze`` and ``adopt``."""

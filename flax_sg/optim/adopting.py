@@ -63,28 +63,19 @@ def adopt(
     Args:
         tx: a transformation with ``sg.freeze`` in it, or one without.
         params: the parameters.
-        state: a state of the same transformation, frozen in other places or nowhere, as
-            ``tx.update``, ``nnx.Optimizer`` or a checkpoint has it.
+        state: a state of the same transformation, frozen in other places or nowhere.
         *earlier: more of them, for what ``state`` does not know.
         old: the transformation that made ``state``, or a list with one for each state.
-            It is needed if it or ``tx`` freezes rows of an array (``sg.at``): a state
-            does not tell which rows it is of.
-        report: called with a dict of four lists, as printed above: the parameters whose
-            values were carried, were carried in part, are fresh, or were dropped. What
-            belongs to no parameter is named by its place in the state.
+            Needed if it or ``tx`` freezes rows of an array (``sg.at``).
+        report: called with what became of the parameters, as printed above.
 
     Returns:
-        A state of ``tx``. A value comes from the first state that has one at the same
-        key path, of the same shape and dtype, and from ``tx.init`` if none has. What is
-        frozen now is dropped. A count of steps goes on, unless all moments beside it
-        begin anew. The page "Optimizers" has a table of the rest.
+        A state of ``tx``. The page "Optimizers" has a table of what is carried.
 
     Raises:
         ArgumentTypeError: if ``tx`` or ``old`` is no transformation.
-        StructureError: if a state is that of another transformation: one that keeps
-            other moments, or the same ones in another place.
-        StructureError: if ``tx`` freezes rows, and ``old`` is not given. If a state has
-            fewer rows than a parameter, it warns: rows may have been frozen, or added.
+        StructureError: if a state is that of another transformation, or if ``tx``
+            freezes rows and ``old`` is not given.
     """
     states = state, *earlier
     makers = _makers(tx, old, len(states))

@@ -176,23 +176,8 @@ def freeze(
     >>> optax.apply_updates(params, updates)['head'].tolist()
     [-1.0]
 
-    To freeze for some steps of one program, give a filter with a traced condition, in
-    each step. Make the state without the condition: it has moments for all parameters.
-
-    >>> head, momentum = sg.where('head'), optax.sgd(0.1, momentum=0.9)
-    >>> @jax.jit
-    ... def update(step, grads, state, params):
-    ...     tx = sg.freeze(momentum, head & (step < 2))
-    ...     return tx.update(grads, state, params)
-    >>> state = sg.freeze(momentum, False).init(params)
-    >>> updates, state = update(0, grads, state, params)
-    >>> updates['head'].tolist(), state[0].trace['head'].tolist()
-    ([-0.0], [0.0])
-
-    While the condition holds, the moments of what it freezes stay as they are, but a
-    count of steps that all parameters share goes on. If Adam's moments begin with the
-    thaw, after thousands of steps, its first updates are three to seven times as large
-    as usual. ``optax.conditionally_mask`` has a count of its own.
+    A filter may have a traced condition, ``where & (step < k)``: the page "Freeze"
+    shows a step that thaws. The page "Optimizers" tells the rest.
 
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``.
@@ -200,19 +185,17 @@ def freeze(
             frozen: for a mask of what is trained, as optax's are, write
             ``sg.freeze(tx, ~sg.where(mask))``. By default what the classes
             in the tree declare as not trained, see ``sg.trainable``. Integers, keys and
-            ``NonDifferentiable`` are frozen in any case. Of a freeze around a freeze,
-            only one may name rows (``sg.at``).
+            ``NonDifferentiable`` are frozen in any case.
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
-        A transformation. Its state has ``ABSENT`` in place of what is frozen, and of an
-        array with frozen rows the state of the trained rows; ``sg.adopt`` carries it to
-        another selection. If other elements are frozen, a state of the whole array.
+        A transformation. Its state has ``ABSENT`` in place of what is frozen;
+        ``sg.adopt`` carries it to another selection. Of an array with frozen rows
+        (``sg.at``) it has the state of the trained rows, of other parts that of the
+        whole array.
 
-        ``update`` takes full gradients, or pruned ones: ``ABSENT``,
-        ``optax.MaskedNode``, None or nothing at all may stand for what is frozen
-        (without ``params``, only ``ABSENT``). Updates have the form of the parameters;
-        that of what is frozen is minus zero, which changes nothing.
+        ``update`` takes full gradients, or those of ``sg.grad``. Updates have the form
+        of the parameters; that of what is frozen is minus zero, which changes nothing.
 
     Raises:
         ArgumentTypeError: if ``tx`` is no optax transformation.
@@ -222,6 +205,7 @@ def freeze(
             ``where`` names all of them, it warns.
         StructureError: at ``update``, if a gradient lacks something that is trained, or
             the state is of another selection.
+        PartError: if it names rows, and a freeze in ``tx`` does, too.
         ArgumentTypeError: at ``update``, for functions of all parameters (``value_fn``,
             ``grad_fn``, ``obj_fn``).
         ArgumentValueError: if it is given fp8 values that no optimizer may see.

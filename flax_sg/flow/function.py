@@ -1,0 +1,88 @@
+"""What is traced: a function, or a module of linen."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import linen
+
+from flax_sg import errors
+from flax_sg.errors.texts import brief, shown, wrong_argument
+from flax_sg.filters import predicates
+from flax_sg.filters.paths import natural_key
+from flax_sg.flow.rows import unique
+from flax_sg.trees.leaves import path_of
+
+# The name of an output that is not in a tree.
+ALONE = 'output'
+
+
+class Function:
+    """What is called: a function, or a module of linen.
+
+    Attributes:
+        run: the function.
+        name: what the user calls it.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        has_aux: bool,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        is_module = isinstance(fun, linen.Module)
+        if not callable(fun) and not is_module:
+            write = 'the function itself, then its arguments: sg.live(loss, params)'
+            raise wrong_argument(fun, 'function', write)
+        if is_module and args and not isinstance(args[0], Mapping):
+            raise errors.ArgumentTypeError(
+                f'{type(fun).__name__} was given {brief(args[0])} as its variables.\n'
+                'A module of linen has none in itself: give them before its inputs.\n'
+                'Write sg.live(model, variables, x), with variables = '
+                'model.init(key, x); the same for sg.gradient_flow.'
+            )
+        self.run: Any = fun.apply if isinstance(fun, linen.Module) else fun
+        self.name = type(fun).__name__ if is_module else predicates.describe(fun)
+        self._has_aux = has_aux
+        # What a module writes comes back beside its output.
+        self._writes = is_module and kwargs.get('mutable', False) is not False
+
+    def outputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[str], list[Any]]:
+        """Calls it; the names and the arrays of what it returns, without ``aux``."""
+        out = self.run(*args, **kwargs)
+        out = out[0] if self._writes else out
+        if self._has_aux:
+            if not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    'With has_aux=True the function has to return a pair (outputs, '
+                    f'aux), but {self.name} returned {shown(out)}.'
+                )
+            out = out[0]
+        pairs = jax.tree_util.tree_leaves_with_path(out)
+        # JAX sorts the keys of dicts as text. People count: loss_2, loss_10.
+        keys_of = itertools.chain(*(keys for keys, _ in pairs))
+        if all(isinstance(key, jax.tree_util.DictKey) for key in keys_of):
+            pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
+        names = unique([path_of(keys) for keys, _ in pairs])
+        return [name or ALONE for name in names], [leaf for _, leaf in pairs]
+
+
+def names_of_arguments(fun: Callable[..., Any]) -> dict[int, str]:
+    """The names that a function gives its arguments, by their position."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # Written in C.
+        return {}
+    by_position = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    return {n: x.name for n, x in enumerate(parameters) if x.kind in by_position}
