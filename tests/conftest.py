@@ -34,7 +34,9 @@ hypothesis.settings.load_profile('deterministic')
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        '--rewrite', action='store_true', help='write tests/errors/messages.txt anew'
+        '--rewrite',
+        action='store_true',
+        help='write anew what tests make: tests/errors/messages.txt, tables of pages',
     )
 
 

@@ -1,4 +1,7 @@
-"""Two rules on one parameter: each cell of the table in ``flax_sg/README.md``."""
+"""Two rules on one parameter: each cell of a table in ``flax_sg/README.md``.
+
+The table is made here. ``pytest --rewrite`` on this file writes it to the page.
+"""
 
 from __future__ import annotations
 
@@ -53,21 +56,34 @@ class Model(fnn.Module):
             return G * w + H * v
 
 
-def table() -> dict[tuple[str, str], str]:
-    """The cells of the table, by the outer and the inner rule."""
-    lines = README.read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith('| outer'))
-    rows = [
-        [cell.strip().strip('`') for cell in re.split(r'(?<!\\)\|', line)[1:-1]]
-        for line in lines[start:]
-        if line.startswith('|')
-    ]
-    head, _, *rest = rows
-    return {
-        (row[0], inner): cell
-        for row in rest
-        for inner, cell in zip(head[1:], row[1:], strict=True)
-    }
+# What a rule alone makes of a gradient, in these symbols.
+ALONE = {
+    'stop': '0',
+    'stop, levels=1': '0',
+    'scale c': 'c * {}',
+    'map f': 'f({})',
+    'clip k': 'k({})',
+    'replace r': 'r',
+    'copy h': 'h',
+    'print': '{}',
+    'substitute': '0',
+    'read_only': '{}',
+}
+
+
+def cell(outer: str, inner: str) -> str:
+    """The gradient below two rules: a rule gets no cotangent where there is none."""
+    within = ALONE[inner].format('g')
+    is_reached = within != '0' or outer == 'copy h'
+    return ALONE[outer].format(within) if is_reached else '0'
+
+
+def table() -> str:
+    """The table of the page: a row for each outer rule, a column for each inner one."""
+    head = ['outer \\ inner', *(f'`{inner}`' for inner in RULES)]
+    rows = [[f'`{outer}`', *(f'`{cell(outer, x)}`' for x in RULES)] for outer in RULES]
+    first, *others = (f'| {" | ".join(cells)} |\n' for cells in (head, *rows))
+    return ''.join([first, '|---' * len(head), '|\n', *others])
 
 
 def gradient(outer: Any, inner: Any) -> float:
@@ -78,23 +94,26 @@ def gradient(outer: Any, inner: Any) -> float:
     return float(stepwise.evaluate(jax.grad(loss), params)['w'])
 
 
-def test_the_table_is_complete():
-    assert set(table()) == {(outer, inner) for outer in RULES for inner in RULES}
+def test_the_page_has_the_table(request):
+    page = README.read_text()
+    [written] = re.findall(r'^\| outer \\ inner.*\n(?:\|.*\n)+', page, re.MULTILINE)
+    if request.config.getoption('--rewrite'):
+        README.write_text(page.replace(written, table()))
+        return
+    assert written.splitlines() == table().splitlines()
 
 
 @pytest.mark.parametrize('outer', RULES)
 def test_each_cell(outer, capfd):
-    cells = table()
     for inner in RULES:
-        expected = eval(cells[outer, inner], dict(NAMES))
+        expected = eval(cell(outer, inner), dict(NAMES))
         actual = gradient(RULES[outer](), RULES[inner]())
         assert actual == pytest.approx(expected, abs=0), (outer, inner)
     capfd.readouterr()
 
 
 def test_the_rules_alone_are_what_the_cells_say(capfd):
-    alone = ['0', '0', 'c * g', 'f(g)', 'k(g)', 'r', 'h', 'g', '0', 'g']
-    for name, cell in zip(RULES, alone, strict=True):
-        actual = gradient(contextlib.nullcontext(), RULES[name]())
-        assert actual == eval(cell, dict(NAMES)), name
+    for name, rule in RULES.items():
+        actual = gradient(contextlib.nullcontext(), rule())
+        assert actual == eval(ALONE[name].format('g'), dict(NAMES)), name
     capfd.readouterr()
