@@ -27,7 +27,6 @@ from shared import BLUE, FULL, GREEN, GREY, ORANGE, digits, equal
 
 import flax_sg as sg
 from flax_sg import linen as nn
-from flax_sg.filters import as_filter
 
 DEPTH, WIDTH = (4, 32) if FULL else (1, 16)
 EPOCHS, STEPS, SEEDS, TURNS = (30, 40, 4, 25) if FULL else (2, 10, 2, 5)
@@ -338,9 +337,9 @@ for name, ratio in slower.items():
 # `optax.multi_transform`, and `sg.freeze` goes around everything.
 
 # %%
-HEAD = as_filter('head/**')
-LAST = as_filter([f'backbone/block_{DEPTH - 1}/**', 'backbone/norm/*'])
-ALL = as_filter(True)
+HEAD = sg.where('head/**')
+LAST = sg.where(f'backbone/block_{DEPTH - 1}/**', 'backbone/norm/*')
+ALL = sg.where(True)
 
 groups = optax.multi_transform(
     {

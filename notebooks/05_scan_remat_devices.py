@@ -144,7 +144,7 @@ old_held_out, new_held_out = (
 
 def fit(params, where, examples, steps):
     digits, pixels = examples
-    where = sg.filters.as_filter(where)
+    where = sg.where(where)
     tx = sg.freeze(optax.adamw(3e-3), ~where)
 
     def step(state, batch):
@@ -427,7 +427,7 @@ gradients = [
 # - **not differentiated**: `sg.value_and_grad(wrt=)` with `sg.freeze`.
 
 # %%
-TRAINED = sg.filters.as_filter(['layers/adapter/**', 'head/**'])
+TRAINED = sg.where('layers/adapter/**', 'head/**')
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ('devices',))
 
 

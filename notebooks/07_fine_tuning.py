@@ -30,7 +30,6 @@ from shared import BLUE, FULL, GREEN, GREY, ORANGE, digits, equal
 
 import flax_sg as sg
 from flax_sg import linen as nn
-from flax_sg.filters import as_filter
 
 DEPTH, WIDTH = (3, 32) if FULL else (2, 16)
 PRETRAINING, STEPS, SEEDS, TURNS = (200, 20, 3, 15) if FULL else (2, 2, 1, 1)
@@ -127,10 +126,10 @@ second_x, second_y = second_x[:448], second_y[:448]
 # gradient and no moments, the optimizer does not see them, and nothing can move them.
 
 # %%
-HEAD = as_filter('head/**')
-LORA = as_filter(['head/**', '**/lora_*'])
-LAST = as_filter(['head/**', 'norm/*', f'block_{DEPTH - 1}/**'])
-ALL = as_filter(True)
+HEAD = sg.where('head/**')
+LORA = sg.where('head/**', '**/lora_*')
+LAST = sg.where('head/**', 'norm/*', f'block_{DEPTH - 1}/**')
+ALL = sg.where(True)
 
 
 def loss(model, params, x, y):
