@@ -16,32 +16,10 @@ import pytest
 
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.lifts import LIFTS
 
 X = jnp.array([[1.0, 2.0, 3.0], [3.0, -1.0, 2.0]])
-
-
-def scanned(body: Any, module: Any, x: Any) -> Any:
-    def step(module: Any, carry: Any, _: Any) -> Any:
-        return body(module, carry), None
-
-    return nn.scan(step, length=2, **oracle.SHARED)(module, x, None)[0]
-
-
-LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    'none': lambda body, module, x: body(module, x),
-    'remat': lambda body, module, x: nn.remat(body)(module, x),
-    'jit': lambda body, module, x: nn.jit(body)(module, x),
-    'cond': lambda body, module, x: nn.cond(True, body, body, module, x),
-    'switch': lambda body, module, x: nn.switch(1, [body, body], module, x),
-    'vmap': lambda body, module, x: nn.vmap(body, **oracle.MAPPED)(module, x),
-    'scan': scanned,
-    'map_variables': lambda body, module, x: nn.map_variables(body, 'params')(
-        module, x
-    ),
-    'remat of jit': lambda body, module, x: nn.remat(
-        lambda inner, x: nn.jit(body)(inner, x)
-    )(module, x),
-}
+BODIES = [lift for lift in LIFTS if lift != 'while_loop']  # It has no gradient.
 
 # What a body reads, given the module of the closure and that of its argument. It is
 # lifted over the module itself, or over another one.
@@ -53,7 +31,6 @@ REACHES: dict[str, Callable[[Any, Any, Any], Any]] = {
     'field': lambda outer, inner, x: outer.part(x),
     'another module': lambda outer, inner, x: outer.enc(inner(x)),
 }
-
 
 # Whether a block opens in the body, and around the transform.
 PLACES = [(1, 0), (0, 1), (1, 1)]
@@ -161,12 +138,12 @@ def selected(path: Any) -> bool:
     return names[-2] in ('enc', 'part') or names[-1] == 'w'
 
 
-@pytest.mark.parametrize('lift', LIFTS)
+@pytest.mark.parametrize('lift', BODIES)
 @pytest.mark.parametrize('make', [at_root, Mount], ids=['root', 'submodule'])
 def test_a_body_reads_what_the_block_shows(make, lift):
     """Eager and jitted, by ``apply`` and ``bind``, however the body gets at it."""
     variables = variables_of(make)
-    row, kinds = [*LIFTS].index(lift) + (make is Mount), [*BLOCKS]
+    row, kinds = BODIES.index(lift) + (make is Mount), [*BLOCKS]
     for n, reach in enumerate(REACHES):
         # The kinds, the places and the uses take turns.
         block, by_hand = BLOCKS[kinds[(n + row) % len(kinds)]]
@@ -190,12 +167,12 @@ def test_a_body_reads_what_the_block_shows(make, lift):
         oracle.assert_same(oracle.grads(ours, variables), expected)
 
 
-@pytest.mark.parametrize('lift', LIFTS)
+@pytest.mark.parametrize('lift', BODIES)
 @pytest.mark.parametrize('make', [at_root, Mount], ids=['root', 'submodule'])
 def test_init_makes_what_it_makes_without_blocks(make, lift):
     """And each name of the block is found when the tree is complete."""
     for n, reach in enumerate(REACHES):
-        block, places = BLOCKS['stop'][0], PLACES[(n + [*LIFTS].index(lift)) % 3]
+        block, places = BLOCKS['stop'][0], PLACES[(n + BODIES.index(lift)) % 3]
         model = make(lift, reach, *(block if is_in else None for is_in in places))
         oracle.assert_same(
             model.init(jax.random.key(0), X),

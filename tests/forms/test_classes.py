@@ -15,6 +15,7 @@ from flax_sg import linen as nn
 from flax_sg.filters import of_type
 from flax_sg.filters.paths import Path
 from tests.helpers import oracle
+from tests.helpers.lifts import LIFTS
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 KEY = jax.random.key(0)
@@ -205,26 +206,16 @@ def test_a_tree_of_several_models():
         sg.mask(params, frozen=of_type(fnn.LayerNorm, {'actor': (actor, X)}))
 
 
-def through_remat(norm, x):
-    return fnn.remat(lambda norm, x: norm(x))(norm, x)
-
-
-def through_vmap(norm, x):
-    return fnn.vmap(lambda norm, x: norm(x), **oracle.MAPPED)(norm, x)
-
-
-def through_cond(norm, x):
-    return fnn.cond(True, lambda norm, x: norm(x), lambda norm, x: norm(-x), norm, x)
-
-
-@pytest.mark.parametrize('through', [through_remat, through_vmap, through_cond])
-def test_a_module_that_a_lifted_function_takes(through):
+@pytest.mark.parametrize('lift', ['remat', 'vmap', 'cond'])
+def test_a_module_that_a_lifted_function_takes(lift):
     """Flax calls the function once on a scope of its own, which has no path."""
 
     class Model(fnn.Module):
         @fnn.compact
         def __call__(self, x):
-            return fnn.Dense(3, name='out')(through(fnn.LayerNorm(name='norm'), x))
+            norm = fnn.LayerNorm(name='norm')
+            x = LIFTS[lift](lambda norm, x: norm(x), norm, x)
+            return fnn.Dense(3, name='out')(x)
 
     params = jax.eval_shape(Model().init, KEY, X)['params']
     assert sg.mask(params, trained=of_type(fnn.LayerNorm, Model(), X)) == {

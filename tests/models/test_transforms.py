@@ -26,6 +26,7 @@ from tests.helpers.described.uses import (
     initialization_is_that_without_blocks,
     staged,
 )
+from tests.helpers.lifts import DERIVATIVES, LIFTS
 from tests.helpers.oracle import assert_same, is_zero, stopped
 
 
@@ -128,40 +129,6 @@ def test_made_in_a_block():
 # the function gets.
 
 
-def in_switch(use, part, x):
-    branches = [lambda m, x: m(x), use, lambda m, x: x]
-    return nn.switch(jnp.int32(jnp.sum(x) > 0), branches, part, x)
-
-
-def in_jvp(use, part, x):
-    tangents = jax.tree.map(jnp.cos, jax.lax.stop_gradient(part.variables['params']))
-    return nn.jvp(use, part, (x,), (jnp.sin(x),), {'params': tangents})
-
-
-def in_value_and_grad(use, part, x):
-    return nn.value_and_grad(lambda m, x: jnp.sum(use(m, x)), part, x)
-
-
-def in_vjp(use, part, x):
-    y, pull_back = nn.vjp(use, part, x)
-    return y + pull_back(y)[1]
-
-
-def in_custom_vjp(use, part, x):
-    def backward(pull_back, y_t):
-        return pull_back(y_t * 3.0)
-
-    return nn.custom_vjp(use, functools.partial(nn.vjp, use), backward)(part, x)
-
-
-def in_while_loop(use, part, x):
-    def step(m, carry):
-        return carry[0] + 1, use(m, carry[1])
-
-    carry, options = (0, x), {'broadcast_variables': 'params'}
-    return nn.while_loop(lambda m, c: c[0] < 2, step, part, carry, **options)[1]
-
-
 class Uses(nn.Module):
     lifted: Any
     use: Any
@@ -199,18 +166,19 @@ def forward(fn):
 
 @pytest.mark.parametrize(
     'lifted',
-    [in_switch, in_jvp, in_value_and_grad, in_vjp, in_custom_vjp, in_while_loop],
-    ids=lambda fn: fn.__name__,
+    ['switch', 'while_loop', *DERIVATIVES],
 )
 def test_in_a_lifted_function(lifted):
-    derivatives = forward if lifted is in_while_loop else both
+    derivatives = forward if lifted == 'while_loop' else both
 
     def run(*how):
-        return staged(derivatives(fn_of(Uses(lifted, *how))))(PART, X)
+        return staged(derivatives(fn_of(Uses((LIFTS | DERIVATIVES)[lifted], *how))))(
+            PART, X
+        )
 
     expected = run(by_hand)
     assert_same(run(in_a_block), expected)
-    if lifted is not in_jvp:  # The tangents that it is given begin in the block.
+    if lifted != 'jvp':  # The tangents that it is given begin in the block.
         assert_same(run(called, lambda: nn.stop_gradient('part/**')), expected)
 
 
