@@ -70,7 +70,7 @@ def adopt(
         report: called with what became of the parameters, as printed above.
 
     Returns:
-        A state of ``tx``. The page "Optimizers" has a table of what is carried.
+        A state of ``tx``. The page "Train in stages" has a table of what is carried.
 
     Raises:
         ArgumentTypeError: if ``tx`` or ``old`` is no transformation.

@@ -176,8 +176,8 @@ def freeze(
     >>> optax.apply_updates(params, updates)['head'].tolist()
     [-1.0]
 
-    A filter may have a traced condition, ``where & (step < k)``: the page "Freeze"
-    shows a step that thaws. The page "Optimizers" tells the rest.
+    A filter may have a traced condition, ``where & (step < k)``: the page "Train in
+    stages" shows a step that thaws. The page "Optimizers" tells the rest.
 
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``.
