@@ -153,16 +153,16 @@ def as_filter(where: Where) -> Filter:
     )
 
 
-def _any_of(several: Sequence[Any] | Set[Any]) -> Filter:
-    if any(map(is_condition, several)):
+def _any_of(alternatives: Sequence[Any] | Set[Any]) -> Filter:
+    if any(map(is_condition, alternatives)):
         raise errors.FilterTypeError(
             'One of several filters is a bool, and several filters mean any of them.\n'
             'A sequence of bools alone is a tree of bools, in the shape of the '
             'variables.\n'
             "For a condition write sg.where('encoder/**') & (step < k)."
         )
-    parts = [as_filter(part) for part in several]
-    if isinstance(several, Set):  # The order of a set differs from run to run.
+    parts = [as_filter(part) for part in alternatives]
+    if isinstance(alternatives, Set):  # The order of a set differs from run to run.
         parts.sort(key=repr)
     any_of = Or(tuple(parts))
     return any_of if len(any_of.filters) > 1 else (*parts, Constant(False))[0]
@@ -170,14 +170,14 @@ def _any_of(several: Sequence[Any] | Set[Any]) -> Filter:
 
 def _is_tree_of_bools(where: Any) -> bool:
     """Whether something is a container of bools, and of nothing else."""
-    # A partial function is a container for JAX; an iterator is none.
+    # A partial function is a container for JAX. An iterator could be read only once.
     if isinstance(where, (str, bytes, Set, Iterator, functools.partial)):
         return False
     leaves = jax.tree.leaves(plain(where))
     return bool(leaves) and all(map(is_bool, leaves))
 
 
-# What a sg.Path may hold, and a glob gives another meaning.
+# Characters that a sg.Path may have, and to which a glob gives a meaning.
 _SPECIAL = re.compile(r'[*?\[\\{]|//|/$|^$')
 
 

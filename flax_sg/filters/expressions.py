@@ -38,11 +38,12 @@ class Filter(ToldByHash, abc.ABC):
     compare and hash by what they say, and combine with ``~ & |``.
     """
 
-    # numpy's bools stand aside for our reflected operators.
+    # Otherwise numpy.True_ & filter would be an array of filters, not a filter.
     __array_ufunc__ = None
     own_needs: ClassVar[frozenset[Need]] = frozenset()
     """What its answer depends on, beside its parts and the path."""
-    # Makes a filter of the other side of an operator; it is as_filter.
+    # ``as_filter``, for the other operand. ``filters/__init__.py``, which imports this
+    # file, sets it.
     convert: ClassVar[Callable[[Any], Filter]]
 
     @abc.abstractmethod
@@ -81,11 +82,11 @@ class Filter(ToldByHash, abc.ABC):
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it.
 
         It is a filter of NNX, too: called with the keys of a path, and what is there,
-        it takes the parameters that are meant.
+        it selects the parameters that are meant.
 
         Args:
             path: the path.
-            matched: a set that gets the atoms that take the variable.
+            matched: a set that gets the atoms that mean the variable.
         """
         if not isinstance(path, tuple):
             return decide(self, path, matched)
@@ -96,10 +97,10 @@ class Filter(ToldByHash, abc.ABC):
         raw = value.get_raw_value() if hasattr(value, 'get_raw_value') else value
         arrays = [*map(shape_and_dtype, jax.tree.leaves(raw))] or [None]
         paths = [Path.of('params', names, array=array) for array in arrays]
-        said = [decide(self, path) for path in paths]
-        if said[0] not in (True, False) or said.count(said[0]) < len(said):
-            raise of_a_part(paths[0], 'an NNX filter', said[0])
-        return said[0]
+        decision, *others = [decide(self, path) for path in paths]
+        if decision not in (True, False) or others.count(decision) < len(others):
+            raise of_a_part(paths[0], 'an NNX filter', decision)
+        return decision
 
     @functools.cached_property
     def shape(self) -> Hashable:
@@ -120,16 +121,16 @@ class Filter(ToldByHash, abc.ABC):
         return any(part.may_be_empty for part in self.parts)
 
     def unused(
-        self, took: bool, paths: Sequence[Path], owner: Owner
+        self, matches: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.FlaxSGError | None:
         """The error if it means something that does not exist.
 
         Args:
-            took: whether it takes one of the variables.
+            matches: whether it means one of the variables.
             paths: the path of every variable.
             owner: the names of the module that the paths are relative to.
         """
-        if took or self.may_be_empty:
+        if matches or self.may_be_empty:
             return None
         under = f' under {"/".join(owner)!r}' if owner else ''
         advice = self._advice(paths) if paths else 'There are no variables.'
@@ -162,8 +163,10 @@ class Filter(ToldByHash, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         """What it was made of, without what was computed since."""
         kept = functools.cached_property
-        known = {k: getattr(type(self), k, None) for k in vars(self)}
-        return {k: vars(self)[k] for k, v in known.items() if not isinstance(v, kept)}
+        attributes = {k: getattr(type(self), k, None) for k in vars(self)}
+        return {
+            k: vars(self)[k] for k, v in attributes.items() if not isinstance(v, kept)
+        }
 
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(f'cannot assign to field {name!r}')
@@ -193,7 +196,7 @@ class Filter(ToldByHash, abc.ABC):
 class Atom(Filter):
     """A filter that is no expression of others.
 
-    One that takes a variable takes all leaves of its value.
+    One that means a variable means all leaves of its value.
     """
 
     names_leaves: ClassVar[bool] = False
@@ -253,7 +256,7 @@ class Not(Filter):
 
     @property
     def side(self) -> str | None:
-        """The other one."""
+        """The side that the other filter does not name."""
         return _OTHER_SIDE[self.filter.side]
 
     def answer(self, path: Path, ask: Ask) -> Any:
@@ -280,7 +283,7 @@ class _Several(Filter):
     def __post_init__(self) -> None:
         flat: list[Filter] = []
         for part in self.filters:
-            # A side is not lost among others.
+            # The type has to be the same: a ``Trained``, which is an Or, has a side.
             is_same = isinstance(part, _Several) and type(part) is type(self)
             flat.extend(part.parts if is_same else (part,))
         object.__setattr__(self, 'filters', tuple(dict.fromkeys(flat)))
@@ -302,7 +305,7 @@ class _Several(Filter):
         return sides.pop() if len(sides) == 1 else None
 
     def _parts_for(self, path: Path) -> Sequence[Filter]:
-        """The parts that may take a variable."""
+        """The parts that may mean a variable."""
         del path
         return self.filters
 
@@ -348,7 +351,7 @@ class Or(_Several):
     def _parts_for(self, path: Path) -> Sequence[Filter]:
         if path.also is not None:  # A tied weight has several paths.
             return self.filters
-        # Of thousands of paths in a list, at most two are this variable's.
+        # Otherwise each of thousands of paths in a list is compared with this one.
         exact, others = self._by_path
         names = (path, path.variable) if path.is_inner else (path,)
         return [*(exact[name] for name in names if name in exact), *others]
@@ -367,15 +370,15 @@ class Trained(Or):
 def _enclosed(part: Filter) -> str:
     while isinstance(part, _Several) and len(part.filters) == 1:
         part = part.filters[0]
-    several = isinstance(part, _Several) and part.filters
-    return f'({part!r})' if several else repr(part)
+    is_joined = isinstance(part, _Several) and part.filters
+    return f'({part!r})' if is_joined else repr(part)
 
 
 _OTHER_SIDE = {'trained': 'frozen', 'frozen': 'trained', None: None}
 
 
 def named(where: Filter, side: str, call: str) -> Filter:
-    """The filter; raises if it is known to name the other side.
+    """Returns the filter; raises if it is known to name the other side.
 
     Args:
         where: the filter.
@@ -393,25 +396,25 @@ def named(where: Filter, side: str, call: str) -> Filter:
     )
 
 
-def negated(said: Any) -> Any:
+def negated(decision: Any) -> Any:
     """The opposite of what a filter says."""
-    return not said if isinstance(said, bool) else ~said
+    return not decision if isinstance(decision, bool) else ~decision
 
 
 def takes(atom: Atom, path: Path) -> Any:
-    """Whether an atom takes a variable, or the leaf of one, or a ``Part`` of it."""
+    """Whether an atom means a variable, or the leaf of one, or a ``Part`` of it."""
     answer = atom.matches(path)
     if answer or not path.is_inner or atom.names_leaves:
         return answer
     return atom.matches(path.variable)
 
 
-def of_a_part(path: Path, what: str, said: Any) -> errors.PartError:
+def of_a_part(path: Path, whose: str, decision: Any) -> errors.PartError:
     """The error for a filter that means a part, or a condition, of a whole leaf."""
-    if getattr(said, 'is_conditional', False):
-        return said.traced(path)
+    if getattr(decision, 'is_conditional', False):
+        return decision.traced(path)
     return errors.PartError(
-        f'The filter means a part of {str(path)!r}, and {what} takes whole leaves.\n'
+        f'The filter means a part of {str(path)!r}, and {whose} takes whole leaves.\n'
         'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.'
     )
 
@@ -422,7 +425,7 @@ def decide(
     matched: set[Filter] | None = None,
     ask: Ask = takes,
 ) -> Any:
-    """Whether a variable is meant; adds the atoms that take it to ``matched``.
+    """Whether a variable is meant; adds the atoms that mean it to ``matched``.
 
     An atom that stands twice in the filter is asked once.
     """
@@ -435,14 +438,15 @@ def decide(
 
     decision = where.answer(path, ask_once)
     if matched is not None:
-        matched.update(atom for atom, taken in answers.items() if taken)
+        matched.update(atom for atom, answer in answers.items() if answer)
     return decision if isinstance(decision, bool) else decision.settled(path)
 
 
 def _asked(atom: Atom, path: Path, ask: Ask) -> Any:
     """What an atom says of a variable; of a tied weight, by any of its paths.
 
-    A tree of bools, and what is derived, need not know all of these.
+    A tree of bools, or a filter of ``sg.live``, raises for a path that it does not
+    know. It need not know all paths of a tied weight, so one of them is enough.
     """
     if path.also is None:
         return ask(atom, path)

@@ -21,12 +21,12 @@ def advice(
     Args:
         pattern: a pattern that fits no path.
         paths: the paths of all variables.
-        example: a pattern of this kind.
+        example: such a pattern.
         compiled: makes the regular expression of such a pattern.
     """
     # A pattern may begin with the collection, or with names of modules further out.
-    known = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
-    near = list(dict.fromkeys(known[text] for text in nearest(pattern, known)))
+    by_text = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
+    near = list(dict.fromkeys(by_text[text] for text in nearest(pattern, by_text)))
     hint = _of_a_collection(pattern, paths, near[0], compiled)
     hint = hint or _of_the_root(pattern, paths, compiled)
     if not hint and compiled is not re.compile:
@@ -61,8 +61,8 @@ def _of_a_collection(
     if not found and below not in ('', '**'):
         return ''
     rest = f' & {found!r}' if found and below != '**' else ''
-    its = f'filters.Collection({first!r})'
-    return f'Paths begin below the collection: {its}{rest}.'
+    write = f'filters.Collection({first!r})'
+    return f'Paths begin below the collection: {write}{rest}.'
 
 
 def _of_the_root(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
@@ -98,8 +98,8 @@ def _of_a_stack(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
         found = _NUMBERED.fullmatch(name)
         if not found:
             continue
-        prefix, number, *ends = found.groups()
-        first, last = sorted(map(int, filter(None, ends))) or (number, number)
+        prefix, layer, *ends = found.groups()
+        first, last = sorted(map(int, filter(None, ends))) or (layer, layer)
         stack = '/'.join([*names[:n], *([prefix] if prefix else []), *names[n + 1 :]])
         if prefix and n == len(names) - 1:
             stack += '/**'
@@ -108,7 +108,7 @@ def _of_a_stack(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
         ]
         size = int(last) + 1
         if shapes and all(shape and shape[0] >= size for shape in shapes):
-            index = number or f'{first}:{size}'
+            index = layer or f'{first}:{size}'
             return (
                 f'If {"/".join([*names[:n], *([prefix] if prefix else [])])!r} is one '
                 f'stack of layers: sg.at({stack!r}, np.s_[{index}]); of layers of a '
@@ -118,7 +118,7 @@ def _of_a_stack(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
 
 
 def _of_a_glob(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
-    """The hint for what is no glob: a regular expression, a box's path; or ''."""
+    """The hint for what is no glob: a regular expression, the path of a box; or ''."""
     inside = pattern.removesuffix('/value')
     if inside != pattern and _fits(inside, paths, compiled):
         return f'No path ends in /value, the inside of a box or a Variable: {inside!r}.'
@@ -145,8 +145,8 @@ def _crossing(pattern: str, paths: Sequence[str], compiled: _Compile) -> str:
     """The glob for a pattern of fnmatch, whose '*' crosses slashes; or ''."""
     if '*' not in pattern or not _fits(fnmatch.translate(pattern), paths, re.compile):
         return ''
-    several = f'**/{pattern}/**', f'**/{pattern}', f'{pattern}/**'
-    return next((each for each in several if _fits(each, paths, compiled)), '')
+    globs = f'**/{pattern}/**', f'**/{pattern}', f'{pattern}/**'
+    return next((each for each in globs if _fits(each, paths, compiled)), '')
 
 
 def _fits(text: str, paths: Sequence[str], compiled: _Compile) -> bool:
@@ -171,15 +171,15 @@ def _respelled(
     """
     names = pattern.split('/')
     for n, (name, other) in enumerate(zip(names, near.split('/'), strict=False)):
-        # What is no identifier may have a meaning in the pattern.
+        # A name that is no identifier, such as 'gln_*', has a meaning in the pattern.
         if re.fullmatch(rf'{re.escape(name)}_\d+', other):  # One of a list of modules.
             names[n] = f'{name}_.*' if compiled is re.compile else f'{name}_*'
         elif (name + other).isidentifier() and _numbers(name) <= _numbers(other):
             names[n] = (*difflib.get_close_matches(name, [other], 1, 0.75), name)[0]
     text = '/'.join(names)
     many = _many(compiled)
-    several = text, f'{text}/{many}', f'{many}/{text}'
-    return next((each for each in several if _fits(each, paths, compiled)), '')
+    candidates = text, f'{text}/{many}', f'{many}/{text}'
+    return next((each for each in candidates if _fits(each, paths, compiled)), '')
 
 
 def _numbers(name: str) -> bool:
@@ -215,15 +215,16 @@ def nearest(pattern: str, paths: Iterable[str], n: int = 3) -> list[str]:
         runs = ('/'.join(names[i : i + width]) for i in range(len(names)))
         return max(map(likeness, runs)), likeness(path.casefold())
 
-    # Of thousands of paths, those are compared that share most pairs of letters.
+    # A comparison takes long. Of thousands of paths, only those are compared that
+    # share most pairs of letters.
     pairs = {wanted[i : i + 2] for i in range(len(wanted) - 1)}
 
     def shared(path: str) -> int:
         text = path.casefold()
         return sum(pair in text for pair in pairs)
 
-    several = list(dict.fromkeys(paths))
-    if len(several) > 200:
-        several.sort(key=shared, reverse=True)
+    distinct = list(dict.fromkeys(paths))
+    if len(distinct) > 200:
+        distinct.sort(key=shared, reverse=True)
     # sorted is stable: paths that look alike stay in the order they came in.
-    return sorted(several[:200], key=score, reverse=True)[:n]
+    return sorted(distinct[:200], key=score, reverse=True)[:n]

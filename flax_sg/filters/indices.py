@@ -204,19 +204,19 @@ class Part:
         )
 
     def any_mask(self, shape: tuple[int, ...], path: str) -> Any:
-        """As ``mask``; a tracer if a mask is one."""
+        """Which elements are meant, as ``mask`` tells; a tracer if a mask is traced."""
         elements = self.elements
         if isinstance(elements, Mask):
             if elements.array.shape == ():  # A traced condition.
                 return elements.array.reshape((1,) * len(shape))
             assert elements.array.shape == shape, (path, shape)  # See ``BoolTree``.
             return elements.array
-        if isinstance(elements, Unclear):  # At most all of them.
+        if isinstance(elements, Unclear):  # It may be any of them.
             return np.ones((1,) * len(shape), bool)
         if isinstance(elements, Not):
             return ~Part(elements.filter).any_mask(shape, path)
         if isinstance(elements, And | Or):
-            masks = (Part(one).any_mask(shape, path) for one in elements.filters)
+            masks = (Part(part).any_mask(shape, path) for part in elements.filters)
             return functools.reduce(elements.combine, masks)
         assert isinstance(elements, Index)
         return _mask_of(elements, shape, path)
@@ -244,48 +244,50 @@ def part_of(mask: NDArray[np.bool_], shape: tuple[int, ...]) -> Part:
 
 
 def merged(
-    said: bool | Part,
+    decision: bool | Part,
     meant: Any,
     others: Any,
     path: str,
     shape: tuple[int, ...] | None = None,
 ) -> Any:
-    """What is meant, with the elements of others where a filter means a part.
+    """An array of the elements that a filter means, and of others where it does not.
 
     Args:
-        said: what a filter says of the array.
+        decision: what a filter says of the array.
         meant: has the elements that are meant.
         others: has the others; of the same shape and type.
         path: where they are, for an error.
         shape: the shape of the array, if these have axes in front of its own.
     """
-    if meant is others or not isinstance(said, Part):
+    if meant is others or not isinstance(decision, Part):
         return meant
     like = jnp.shape(others)
     with contextlib.ExitStack() as stack:
-        # Masks may be computed in several functions, one inside of the other.
-        for array in _traced_in(said.elements):
-            stack.enter_context(_where_known(array))
-        mask = said.any_mask(like if shape is None else shape, path)
+        # Masks of an expression may be tracers of several traces, one in the other. The
+        # innermost can use all of them; in an outer one JAX would raise for a leak.
+        for array in _traced_in(decision.elements):
+            stack.enter_context(_trace_of_mask(array))
+        mask = decision.any_mask(like if shape is None else shape, path)
         is_known = isinstance(mask, np.ndarray)
         mask = (np if is_known else jnp).broadcast_to(mask, like)
         return jnp.where(mask, meant, others)
 
 
-def within(said: bool | Part, leaf: Any, path: str) -> Any:
+def within(decision: bool | Part, leaf: Any, path: str) -> Any:
     """An array whose gradient ends at what a filter means of it.
 
-    A rule for gradients may make something of zeros, too. Of the cotangent that it
-    returns, the elements that are not meant would be added to those beside the rule.
+    A rule for gradients gets zeros for the elements that are not meant, and may return
+    other values there. Without this stop they would be added to the gradient of these
+    elements, which comes from outside of the rule.
 
     Args:
-        said: what the filter says of the array.
+        decision: what the filter says of the array.
         leaf: the array.
         path: where it is, for an error.
     """
-    if not isinstance(said, Part):
+    if not isinstance(decision, Part):
         return leaf
-    return merged(said, leaf, jax.lax.stop_gradient(leaf), path)
+    return merged(decision, leaf, jax.lax.stop_gradient(leaf), path)
 
 
 def _traced_in(elements: Filter) -> Iterator[Any]:
@@ -296,7 +298,7 @@ def _traced_in(elements: Filter) -> Iterator[Any]:
         yield from _traced_in(part)
 
 
-def _where_known(mask: Any) -> contextlib.AbstractContextManager[Any]:
+def _trace_of_mask(mask: Any) -> contextlib.AbstractContextManager[Any]:
     """The trace of a mask if it is inside the current one, else the current one.
 
     The current trace is that of the leaf. Parameters may come from outside of the
@@ -408,8 +410,8 @@ def _small_shape(index: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
     dots = [n for n, entry in enumerate(index.entries) if entry is Ellipsis]
     rest = len(shape) - sum(axes) + len(dots)
     out: list[int] = []
-    for number, (entry, count) in enumerate(zip(index.entries, axes, strict=True)):
-        if number in dots:
+    for n, (entry, count) in enumerate(zip(index.entries, axes, strict=True)):
+        if n in dots:
             out += [1] * rest
         elif isinstance(entry, slice) and entry == slice(None):
             out.append(1)

@@ -26,9 +26,10 @@ class BoolTree(Atom):
     """The variables that a tree of bools, in the shape of the variables, marks True.
 
     A bool stands for everything below it, so a prefix of the tree will do. Every
-    variable has to be in the tree; None may stand where there is none. One outside the
-    module that opened the block is not in the tree, and is not meant. Leaves in one box
-    (``nn.Partitioned``) share its path, and therefore have to agree.
+    variable has to be in the tree; None may stand for a module without variables. A
+    variable outside the module that opened the block is not in the tree, and is not
+    meant. Leaves in one box (``nn.Partitioned``) share its path, and therefore have to
+    agree.
 
     In place of a bool, an array of bools in the shape of the variable marks elements. A
     bool may be traced: it is a condition, for all variables below it.
@@ -63,8 +64,8 @@ class BoolTree(Atom):
         for outer, inner, node in names_in(plain(tree)):
             names = (*outer, *inner)
             leaves = jax.tree.leaves(node)
-            said = {_said(leaf) for leaf in leaves if is_bool(leaf)}
-            if len(said) != 1 or not all(map(is_bool, leaves)):
+            decisions = {_decision(leaf) for leaf in leaves if is_bool(leaf)}
+            if len(decisions) != 1 or not all(map(is_bool, leaves)):
                 raise errors.FilterTypeError(
                     f'A tree of bools has {brief(node)} at {"/".join(names)!r}.\n'
                     'Give True or False at every leaf, or an array of bools in its '
@@ -72,7 +73,7 @@ class BoolTree(Atom):
                     "{'gln': True, 'dec': {'bias': False}}.\n"
                     'For a tree of other arrays write sg.stop_gradient(tree, where).'
                 )
-            [bools[names]] = said
+            [bools[names]] = decisions
             if len(leaves) == 1 and np.ndim(leaves[0]):
                 shapes[names] = np.shape(leaves[0])
         object.__setattr__(self, 'bools', bools)
@@ -89,8 +90,11 @@ class BoolTree(Atom):
     def identity(self) -> Hashable:
         """What it says, in any order; no array, which caches would keep."""
         return frozenset(
-            (names, said.elements.identity if isinstance(said, Part) else said)
-            for names, said in self.bools.items()
+            (
+                names,
+                decision.elements.identity if isinstance(decision, Part) else decision,
+            )
+            for names, decision in self.bools.items()
         )
 
     def matches(self, path: Path) -> bool | Part:
@@ -98,7 +102,7 @@ class BoolTree(Atom):
         if path.outside:
             return False
         for depth in range(len(path.parts) + 1):
-            if (take := self.bools.get(path.parts[:depth])) is not None:
+            if (decision := self.bools.get(path.parts[:depth])) is not None:
                 shape = self.shapes.get(path.parts[:depth])
                 if shape and path.array and shape != path.array.shape:
                     raise errors.PartError(
@@ -106,7 +110,7 @@ class BoolTree(Atom):
                         f'{str(path)!r}, an array of shape {path.array.shape}.\n'
                         'Give one in the shape of the variable, or True or False.'
                     )
-                return take
+                return decision
         tops = {names[0] for names in self.bools}
         advice = f'Give tree[{path.collection!r}]: a tree starts below the collection.'
         if path.collection not in tops:
@@ -127,13 +131,13 @@ class BoolTree(Atom):
         return not any(self.bools.values())
 
     def unused(
-        self, took: bool, paths: Sequence[Path], owner: Owner
+        self, matches: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
         """The error if a name in the tree belongs to no variable."""
-        every = [one for path in paths for one in all_paths(path)]
+        every = [each for path in paths for each in all_paths(path)]
         variables = {path.parts for path in every if not path.outside}
-        known = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
-        missing = [names for names in self.bools if names not in known]
+        prefixes = {parts[:n] for parts in variables for n in range(len(parts) + 1)}
+        missing = [names for names in self.bools if names not in prefixes]
         return no_variables('A tree of bools', missing, every) if missing else None
 
     def __repr__(self) -> str:
@@ -150,7 +154,7 @@ def is_bool(leaf: Any) -> bool:
     return isinstance(leaf, (bool, np.bool_))
 
 
-def _said(leaf: Any) -> bool | Part:
+def _decision(leaf: Any) -> bool | Part:
     """What a bool, or an array of bools, says of a variable."""
     if isinstance(leaf, tracing.Tracer):
         return Part(Mask(leaf) if leaf.ndim else Condition(leaf))
@@ -231,10 +235,10 @@ class Names(Atom):
         return not path.outside and (path.collection, path.parts) in self.names
 
     def unused(
-        self, took: bool, paths: Sequence[Path], owner: Owner
+        self, matches: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.UnusedFilterError | None:
         """The error if a name belongs to no variable."""
-        every = [one for path in paths for one in all_paths(path)]
+        every = [each for path in paths for each in all_paths(path)]
         variables = [path.variable for path in every if not path.outside]
         met = {(path.collection, path.parts) for path in variables}
         missing = sorted(parts for _, parts in self.names - met)
@@ -273,7 +277,7 @@ class Derived(Atom):
         """Whether the variable is selected; raises if it was not looked at."""
         if path.outside:
             return False
-        # A box may have been one place, whatever is in it.
+        # ``sg.live`` knows a box as one place, and this path may lead into the box.
         lengths = range(len(path.parts), 0, -1)
         places = ((path.collection, path.parts[:n]) for n in lengths)
         place = next((place for place in places if place in self.known), None)
@@ -300,16 +304,16 @@ def no_variables(
     who: str, missing: Sequence[tuple[str, ...]], paths: Iterable[str]
 ) -> errors.UnusedFilterError:
     """A tree has names that belong to no variable."""
-    path, known = '/'.join(missing[0]), [*map(str, paths)]
+    path, texts = '/'.join(missing[0]), [*map(str, paths)]
     outside = f'/{path.lstrip("/")}'
-    if outside in known:
+    if outside in texts:
         return errors.UnusedFilterError(
             f'{who} has a value for {path!r}, which lies outside of the module.\n'
             "It names the module's own variables. For others give a function "
             '(path, value) -> value; or open nn.substitute(tree) in the module around '
             'them, where they have names.'
         )
-    near = nearest(path, known, 1)
+    near = nearest(path, texts, 1)
     if path in near and '/' in ''.join(missing[0]):
         return errors.UnusedFilterError(
             f'{who} is flat: it has {path!r} for nested names.\n'

@@ -47,7 +47,7 @@ def of_type(
     >>> of_type(nnx.Linear, model)
     <of_type(Linear): 'layers/0/bias', 'layers/0/kernel'>
 
-    A variable is meant if *any* module around it is of the class: the module that holds
+    A variable is meant if *any* outer module of it is of the class: the module that has
     it, or one further out. Subclasses count, and so do modules in transforms
     (``nn.remat(Block)``, ``nn.scan(Cell)``) and in wrappers such as ``nn.Frozen``.
 
@@ -90,14 +90,14 @@ def of_type(
     models: Any = {'': (model,)} if is_one else model
     found = {
         (collection, (*filter(None, [name]), *path)): any(
-            issubclass(module, classes) for module in around
+            issubclass(module, classes) for module in outer
         )
         for name, given in models.items()
-        for collection, path, around in _variables(
+        for collection, path, outer in _variables(
             *_model_and_inputs(names, name, given, args), kw
         )
     }
-    selected = frozenset(place for place, takes in found.items() if takes)
+    selected = frozenset(place for place, is_meant in found.items() if is_meant)
     return Derived(selected, frozenset(found), f'of_type({names})')
 
 
@@ -108,9 +108,9 @@ def _model_and_inputs(
     model, *inputs = given if isinstance(given, tuple) and given else (given,)
     if _is_of_nnx(model) or isinstance(getattr(model, 'init', None), Callable):
         return model, (*inputs, *args)
-    place = f' at {name!r}' if name else ''
+    of_name = f' at {name!r}' if name else ''
     raise errors.FilterTypeError(
-        f'of_type({names}) was given {brief(model)}{place}, which is no model: '
+        f'of_type({names}) was given {brief(model)}{of_name}, which is no model: '
         'variables do not know the classes of their modules.\n'
         f'Give the model and example inputs: filters.of_type({names}, model, x); for '
         "several models a dict: {'actor': (actor, x), 'critic': (critic, x, a)}."
@@ -120,12 +120,12 @@ def _model_and_inputs(
 def _variables(
     model: Any, args: Any, kwargs: Any
 ) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
-    """Yields the variables of a model, with the classes of the modules around."""
+    """Yields the variables of a model, with the classes of their outer modules."""
     if _is_of_nnx(model):
         yield from _variables_of_nnx(model)
         return
-    at: dict[tuple[str, ...], set[type]] = {}  # The modules at each path.
-    holding: dict[tuple[str, ...], set[type]] = {}  # Those that declare a variable.
+    at: dict[tuple[str, ...], set[type]] = {}  # The classes of modules at each path.
+    declaring: dict[tuple[str, ...], set[type]] = {}  # By the path of a variable.
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         out = next_fun(*args, **kwargs)
@@ -136,7 +136,7 @@ def _variables(
         for name, child in modules.children_of(module).items():
             if isinstance(child, str):  # A variable, and its collection.
                 # ``nn.share_scope`` may give one path to two modules.
-                holding.setdefault((*path, name), set()).add(type(module))
+                declaring.setdefault((*path, name), set()).add(type(module))
         return out
 
     rngs = jax.eval_shape(lambda: jax.random.key(0))
@@ -144,12 +144,12 @@ def _variables(
     for collection, tree in made.items():
         for names, inner, _ in names_in(tree):
             above = (at.get(names[:n], set()) for n in range(len(names) - 1))
-            around = holding.get(names, at.get(names[:-1], set())).union(*above)
-            yield collection, (*names, *inner), around
+            outer = declaring.get(names, at.get(names[:-1], set())).union(*above)
+            yield collection, (*names, *inner), outer
 
 
 def _is_of_nnx(model: Any) -> bool:
-    """Whether it is a model of NNX, or a tree with some, and none has inputs beside."""
+    """Whether it is a model of NNX, or a tree with some, and no tuple with inputs."""
     if type(model) is dict and all(type(x) is tuple for x in model.values()):
         return False
     nodes = jax.tree.leaves(model, is_leaf=_is_node)
@@ -168,20 +168,20 @@ def _children(node: Any) -> list[Any]:
 
 
 def _variables_of_nnx(model: Any) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
-    """The same of a model of NNX. A tied Variable has several modules around it.
+    """The same of a model of NNX. A tied Variable has the outer modules of each place.
 
-    A child that knows its parent is not around what the parent holds: no path leads
-    through a module twice.
+    A child may have an attribute that is its parent. No path leads through the parent
+    twice, so the child is no outer module of what else the parent has.
     """
     from flax import nnx  # Models of linen do not wait for it.
 
-    around = dict[int, set[type]]()
+    outer = dict[int, set[type]]()
     met = set[tuple[int, frozenset[int]]]()
 
     def visit(nodes: Sequence[Any], modules: Mapping[int, type]) -> None:
         for node in nodes:
             if not is_of_nnx(type(node), 'Pytree'):
-                around.setdefault(id(node), set()).update(modules.values())
+                outer.setdefault(id(node), set()).update(modules.values())
             elif id(node) not in modules:
                 inside = {**modules, id(node): type(node)}
                 key = id(node), frozenset(inside)
@@ -191,4 +191,4 @@ def _variables_of_nnx(model: Any) -> Iterator[tuple[str, tuple[str, ...], set[ty
 
     visit(jax.tree.leaves(model, is_leaf=_is_node), {})
     for keys, value in nnx.to_flat_state(nnx.state(model)):
-        yield 'params', tuple(map(str, keys)), around.get(id(value), set())
+        yield 'params', tuple(map(str, keys)), outer.get(id(value), set())

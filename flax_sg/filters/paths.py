@@ -84,10 +84,10 @@ class Path(str):
             array: the shape and dtype of the leaf; None if it is no array.
         """
         depth = len(owner)
-        # A variable may have the name of a module (in another collection): the
-        # variable at the owner's own path is not inside the owner.
-        # All names of a tree that is no dict lie within its value.
+        # All names of a tree that is no dict lie within its value: then they count.
         names = len(absolute) - inner or len(absolute)
+        # A variable may have the name of a module, in another collection. One at the
+        # owner's own path is not inside the owner.
         inside = names > depth and absolute[:depth] == owner
         parts = absolute[depth:] if inside else absolute
         self = str.__new__(cls, '/'.join(parts) if inside else '/' + '/'.join(parts))
@@ -103,8 +103,8 @@ class Path(str):
     @property
     def array(self) -> jax.ShapeDtypeStruct | None:
         """The shape and dtype of the leaf; None where it is no array, or unknown."""
-        known = self._shape_and_dtype
-        return None if known is None else jax.ShapeDtypeStruct(*known)
+        facts = self._shape_and_dtype
+        return None if facts is None else jax.ShapeDtypeStruct(*facts)
 
     @property
     def variable(self) -> Path:
@@ -143,8 +143,8 @@ class Path(str):
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells variables apart: two of them may have paths of equal text."""
-        known = self._shape_and_dtype
-        return self.collection, self._absolute, self._owner, self._depth, known
+        facts = self._shape_and_dtype
+        return self.collection, self._absolute, self._owner, self._depth, facts
 
     def __reduce__(self) -> Any:
         inner = len(self._absolute) - self._depth
@@ -181,8 +181,8 @@ def is_parameter(value: Any) -> bool:
         return True
     if nnx is not None and isinstance(value, nnx.Variable):
         return False
-    known = shape_and_dtype(value)
-    return known is not None and jnp.issubdtype(known[1], jnp.inexact)
+    facts = shape_and_dtype(value)
+    return facts is not None and jnp.issubdtype(facts[1], jnp.inexact)
 
 
 def names_within(

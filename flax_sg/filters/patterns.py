@@ -90,18 +90,18 @@ class Glob(Atom):
         return alternatives(self.pattern)
 
     def unused(
-        self, took: bool, paths: Sequence[Path], owner: Owner
+        self, matches: bool, paths: Sequence[Path], owner: Owner
     ) -> errors.FlaxSGError | None:
         """The error if the pattern, or a name in braces in it, fits no variable."""
-        error = super().unused(took, paths, owner)
-        known = [one for path in paths for one in all_paths(path)]
-        if error or not self._alternatives or self.pattern in known:
+        error = super().unused(matches, paths, owner)
+        every = [each for path in paths for each in all_paths(path)]
+        if error or not self._alternatives or self.pattern in every:
             return error
-        names = [*known, *(path.variable for path in known if path.is_inner)]
+        names = [*every, *(path.variable for path in every if path.is_inner)]
         for name, globs in self._alternatives:
             if any(any(map(glob_regex(glob).fullmatch, names)) for glob in globs):
                 continue
-            advice = hints.advice(globs[0], known, 'encoder/**', glob_regex)
+            advice = hints.advice(globs[0], every, 'encoder/**', glob_regex)
             if name != name.strip():
                 write = self.pattern.replace(name, name.strip())
                 advice = f'Names in braces have no spaces around: {write!r}.'
@@ -119,8 +119,8 @@ class Glob(Atom):
         return path == self.pattern or self._fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        known = [one for path in paths for one in all_paths(path)]
-        return hints.advice(self.pattern, known, 'encoder/**', glob_regex)
+        every = [each for path in paths for each in all_paths(path)]
+        return hints.advice(self.pattern, every, 'encoder/**', glob_regex)
 
     def __repr__(self) -> str:
         return f'Glob({self.pattern!r})'
@@ -161,8 +161,8 @@ class Regex(Atom):
         return self.pattern.fullmatch(path) is not None
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        known = [one for path in paths for one in all_paths(path)]
-        return hints.advice(self.pattern.pattern, known, 'encoder/.*', re.compile)
+        every = [each for path in paths for each in all_paths(path)]
+        return hints.advice(self.pattern.pattern, every, 'encoder/.*', re.compile)
 
     def __repr__(self) -> str:
         return f'Regex({self.pattern!r})'
@@ -203,22 +203,22 @@ def alternatives(pattern: str) -> list[tuple[str, list[str]]]:
     >>> alternatives('{enc,dec}/{u,w}')[2:]
     [('u', ['enc/u', 'dec/u']), ('w', ['enc/w', 'dec/w'])]
     """
-    names: dict[int, str] = {}  # By the place at which each begins.
+    names: dict[int, str] = {}  # By the index in the pattern at which each begins.
     rest = pattern
     while found := _BRACES.search(rest):
         start = found.start(1)
         for part in re.finditer(r'(?:\\.|[^,\\])*', found[1]):
             names[start + part.start()] = pattern[start:][slice(*part.span())]
         rest = f'{rest[: found.start()]}{"_" * len(found[0])}{rest[found.end() :]}'
-    names = {place: name for place, name in names.items() if name}
+    names = {start: name for start, name in names.items() if name}
     # A mark at each name tells which of them a glob was made with.
-    marks = {place: chr(0xE000 + n) for n, place in enumerate(names)}
-    text = ''.join(marks.get(place, '') + x for place, x in enumerate(pattern))
+    marks = {start: chr(0xE000 + n) for n, start in enumerate(names)}
+    text = ''.join(marks.get(start, '') + x for start, x in enumerate(pattern))
     unmarked = str.maketrans(dict.fromkeys(marks.values(), ''))
     globs = _expanded(text) if marks else []
     return [
-        (name, [glob.translate(unmarked) for glob in globs if marks[place] in glob])
-        for place, name in names.items()
+        (name, [glob.translate(unmarked) for glob in globs if marks[start] in glob])
+        for start, name in names.items()
     ]
 
 
@@ -231,9 +231,9 @@ def glob_regex(pattern: str) -> re.Pattern[str]:
     Args:
         pattern: as ``flax_sg.filters.Glob`` explains.
     """
-    several = _expanded(pattern)
-    if len(several) > 1:
-        return re.compile('|'.join(f'(?:{glob_regex(x).pattern})' for x in several))
+    globs = _expanded(pattern)
+    if len(globs) > 1:
+        return re.compile('|'.join(f'(?:{glob_regex(x).pattern})' for x in globs))
     rooted = pattern.startswith('/')
     names = pattern[rooted:].split('/')
     # Neighbouring '**' say the same as one, and would make matching slow.

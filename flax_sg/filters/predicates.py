@@ -120,7 +120,10 @@ class Predicate(Atom):
 
 
 def _without_place(code: types.CodeType) -> Hashable:
-    """What a function does: a lambda in a cell that runs again is on another line."""
+    """The code of a function without its line.
+
+    A notebook cell that runs again may have its lambda on another line.
+    """
     consts = [
         _without_place(c) if isinstance(c, types.CodeType) else (type(c), repr(c))
         for c in code.co_consts
@@ -129,7 +132,7 @@ def _without_place(code: types.CodeType) -> Hashable:
     return code.co_code, code.co_names, code.co_freevars, tuple(consts), how
 
 
-# What names of modules and classes are read and written by, in any Python.
+# The names of the instructions that read and write names contain one of these.
 _OF_NAMES = ('GLOBAL', 'NAME', 'IMPORT', 'CLASS')
 
 
@@ -166,9 +169,9 @@ def describe(fn: Any) -> str:
 
 
 def tracer_in(fn: Callable[..., Any]) -> tuple[str, Any] | None:
-    """A traced value that a function holds in its closure, by its name."""
-    for name, value in held_by(fn):
-        if Tracer in type(value).__mro__:  # It asks nothing of the value.
+    """A traced value that a function captures, with its name; None if there is none."""
+    for name, value in captured_by(fn):
+        if Tracer in type(value).__mro__:  # ``isinstance`` would run code of the value.
             return name, value
     return None
 
@@ -180,8 +183,8 @@ def innermost(fn: Any) -> Any:
     return getattr(fn, '__func__', fn)
 
 
-def held_by(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what a function holds, by name: in its closure, defaults, partials."""
+def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a function captures, by name: in closure, defaults and partials."""
     while isinstance(fn, functools.partial):
         yield from ((f'argument {n}', value) for n, value in enumerate(fn.args))
         yield from fn.keywords.items()

@@ -38,19 +38,19 @@ def of_value(value: Any) -> str:
     >>> of_value(np.s_[:-1, ...]) == of_value(np.s_[:-1, ...]), of_value(2j)
     (True, 'complex 0x0.0p+0 0x1.0000000000000p+1')
     """
-    kind = type(value)
-    if value is None or value is Ellipsis or kind in (bool, int, str, bytes):
-        return f'{kind.__name__} {value!r}'
-    if kind is float:
+    cls = type(value)
+    if value is None or value is Ellipsis or cls in (bool, int, str, bytes):
+        return f'{cls.__name__} {value!r}'
+    if cls is float:
         return f'float {value.hex()}'
-    if kind is complex:
+    if cls is complex:
         return f'complex {value.real.hex()} {value.imag.hex()}'
-    if kind is tuple:
+    if cls is tuple:
         return f'({", ".join(map(of_value, value))})'
-    if kind is slice:
+    if cls is slice:
         return f'slice {of_value((value.start, value.stop, value.step))}'
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        return _of_array(kind, value)
+        return _of_array(cls, value)
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             with jax.ensure_compile_time_eval():  # In a trace it would be a tracer.
@@ -73,9 +73,9 @@ def of_numbers_in(value: Any) -> Any:
     return of_value(value) if isinstance(value, numbers.Number) else value
 
 
-def _of_array(kind: type, array: Any) -> str:
+def _of_array(cls: type, array: Any) -> str:
     digest = hashlib.sha256(array.tobytes()).hexdigest()
-    return f'{kind.__name__} {array.dtype.str} {array.dtype} {array.shape} {digest}'
+    return f'{cls.__name__} {array.dtype.str} {array.dtype} {array.shape} {digest}'
 
 
 def of_object(value: Any) -> str:

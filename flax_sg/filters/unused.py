@@ -14,18 +14,18 @@ def find_unused(
     matched: Set[Filter],
     paths: Sequence[Path],
     owner: Owner,
-    any_taken: bool,
+    any_selected: bool,
 ) -> errors.FlaxSGError | None:
     """The error if a part of a filter means something that does not exist.
 
     Args:
         where: the filter.
-        matched: the atoms that took a variable.
+        matched: the atoms that mean a variable.
         paths: the path of every variable.
         owner: the names of the module that they are relative to, if one is known.
-        any_taken: whether the filter as a whole takes a variable.
+        any_selected: whether the filter as a whole selects a variable.
     """
     for atom in where.atoms:
         if error := atom.unused(atom in matched, paths, owner):
             return error
-    return where.unused(any_taken, paths, owner) if isinstance(where, And) else None
+    return where.unused(any_selected, paths, owner) if isinstance(where, And) else None

@@ -27,7 +27,7 @@ from flax import nnx
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
-from flax_sg.filters.predicates import held_by
+from flax_sg.filters.predicates import captured_by
 from flax_sg.trees.leaves import is_array
 from flax_sg.trees.levels import one_level
 
@@ -230,7 +230,7 @@ def _treedef(value: Any) -> _Apart:
 
 
 def _function(value: Any) -> _Apart:
-    return _Apart(value, [*(x for _, x in held_by(value)), *vars(value).values()])
+    return _Apart(value, [*(x for _, x in captured_by(value)), *vars(value).values()])
 
 
 def _method(value: types.MethodType) -> _Apart:
