@@ -169,6 +169,11 @@ CASES: dict[str, Any] = {
     'the truth of a filter': lambda: a and b,
     'a tree without an answer': lambda: split({'head': True}),
     'a tree with collections': lambda: split({'params': {'head': True, 'body': False}}),
+    'a typo in a tree of flags': lambda: jax.jit(
+        lambda flag: sg.stop_gradient(
+            PARAMS, {'head': flag, 'body': False, 'bdoy': flag}
+        )
+    )(True),
     'a tree of another model': (
         lambda: of_two_models(nn.stop_gradient(tree)),
         'nn.Frozen(actor, tree)',

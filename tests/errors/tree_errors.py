@@ -146,6 +146,14 @@ CASES: dict[str, Any] = {
         VECTORS,
         sg.freeze(adam, sg.at('b', 0)).init(VECTORS),
     ),
+    'elements of a state by a mask that is traced': lambda: jax.jit(
+        lambda mask: sg.adopt(
+            sg.freeze(adam, {'a': False, 'b': mask}),
+            VECTORS,
+            adam.init(VECTORS),
+            old=adam,
+        )
+    )(np.array([True, False])),
     'a line search over all parameters': (
         lambda: frozen.update(VECTORS, frozen.init(VECTORS), VECTORS, value_fn=dot),
         'sg.partition(params, ~sg.where(where))',

@@ -241,12 +241,6 @@ def test_names_are_checked_as_without_the_condition():
         sg.partition(PARAMS, as_filter('two/**') & 'one/**' & True)
 
 
-def test_flags_in_a_tree_are_checked():
-    flags = {name: False for name in PARAMS}
-    with pytest.raises(errors.UnusedFilterError, match=r"'twoo', which is no variable"):
-        jax.jit(lambda flag: sg.stop_gradient(PARAMS, {**flags, 'twoo': flag}))(True)
-
-
 # Gradient calls, masks, parts.
 
 
@@ -433,15 +427,6 @@ def test_one_program_for_all_steps():
             step(PARAMS, n), jax.jit(jax.grad(by_hand))(PARAMS, jnp.array(n < 2))
         )
     assert step._cache_size() == 1
-
-
-def test_a_function_still_may_not_hold_a_tracer():
-    @jax.jit
-    def run(flag):
-        return as_filter(lambda path: flag and path.startswith('two'))
-
-    with pytest.raises(errors.FilterTypeError, match=r'& \(step < k\)'):
-        run(True)
 
 
 # In modules.

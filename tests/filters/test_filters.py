@@ -679,9 +679,3 @@ def test_a_list_of_modules_is_named_as_a_whole(where, write):
     assert f'Did you mean {write!r}?' in str(error)
     found = as_filter(re.compile(write) if where != 'encoder/**' else write)
     assert all(map(found, paths))
-
-
-def test_several_globs_in_one_text_are_no_glob():
-    with pytest.raises(errors.ArgumentValueError) as caught:
-        as_filter('a/**, b/**')
-    assert 'a list for several globs' in str(caught.value)

@@ -110,7 +110,16 @@ def test_glob(row):
     assert [path for path in [*fitting, *others] if fullmatch(path)] == fitting
 
 
-BAD_GLOBS = ['', '/', 'Xs/dense/', 'gln//kernel', '//gln', 'gln**', 'x/***']
+BAD_GLOBS = [
+    '',
+    '/',
+    'Xs/dense/',
+    'gln//kernel',
+    '//gln',
+    'gln**',
+    'x/***',
+    'a/**, b/**',
+]
 
 
 @pytest.mark.parametrize('pattern', BAD_GLOBS)

@@ -280,8 +280,6 @@ def test_aux_is_that_of_jax():
     assert report.parameters == ('q', 'w')
     assert report.outputs == ('output',)
     assert report.status == (('stopped', 'flows'),)
-    with pytest.raises(TypeError, match='has_aux=True'):
-        flow_of(lambda p: p, A, has_aux=True)
 
 
 def test_a_module_in_place_of_a_function():

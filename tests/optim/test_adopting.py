@@ -354,12 +354,3 @@ def test_each_number_of_a_state_is_not_asked_for_all_parameters(monkeypatch):
     state = numbers.init(params)
     oracle.assert_same(sg.adopt(numbers, params, state), state)
     assert asked == []
-
-
-def test_a_mask_that_is_traced_is_named():
-    def adopted(mask):
-        new = sg.freeze(ADAM, {**dict.fromkeys(PARAMS, False), 'b': mask})
-        return sg.adopt(new, PARAMS, ADAM.init(PARAMS), old=ADAM)
-
-    with pytest.raises(errors.PartError, match=r"Which elements of 'b' are meant"):
-        jax.jit(adopted)(np.array([True, False]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as fnn
 
-from flax_sg import errors, flow, testing
+from flax_sg import errors, testing
 from flax_sg.internals import jaxprs
 from tests.helpers.reports import LINE, LOSSES, WAY, report
 
@@ -255,6 +255,3 @@ def test_keyword_arguments_of_the_loss():
     for holds in (testing.assert_flows, testing.assert_trains_only):
         with pytest.raises(errors.ExpectationError):
             holds(loss, 'code', params, X[0], train=False)
-    made = flow.gradient_flow(loss, params, X[0], train=True)
-    with pytest.raises(TypeError, match='A report was made with its own arguments'):
-        testing.assert_flows(made, 'code', train=True)
