@@ -4,26 +4,30 @@
 out, read or written. Inside a block the transform gets rewritten values. If they were
 published, reads after the block would stay stopped for good. So of a selected variable
 the stored value is published, whatever comes out. A body that writes such a variable
-raises at the write; what it sows is appended to what is stored. Under
-``nn.map_variables`` in ``init`` that is what was written.
+raises at the write; what it sows is appended to what is stored. ``init`` under
+``nn.map_variables`` publishes what the body has made.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
-from flax.core.scope import Scope, intersect_filters, is_filter_empty
+from flax.core.scope import Scope
 
 from flax_sg import errors
-from flax_sg.engine import blocks, marks, roots, selection, views
+from flax_sg.engine import blocks, marks, roots
+from flax_sg.engine.lifted_scopes import LiftedScope
 from flax_sg.engine.marks import Groups, map_groups
 from flax_sg.internals import core_scopes, lifting, patching
 from flax_sg.internals.places import warn_once
 from flax_sg.trees.leaves import is_array
-from flax_sg.trees.variables import Key, iter_variables, leaf_keys, map_variables
+
+# The index of a lifted scope, a collection, and names below the scope: modules at other
+# paths may share the trace, under ``nn.jit``.
+Sown: TypeAlias = tuple[int, str, tuple[str, ...]]
 
 
 def partial_pack(
@@ -45,15 +49,11 @@ class _Lift:
     def __init__(
         self, scopes: Sequence[Scope], open_blocks: roots.Blocks, name: str | None
     ) -> None:
-        self.scopes, self.open_blocks = scopes, open_blocks
-        # Those come first that rewrite what is read.
-        self.acting = sorted(open_blocks, key=views.only_refuses)
-        self._asking = [block for block in open_blocks if block.asker.asks_path]
-        self.roots = [blocks.root_of(scope) for scope in scopes]
-        self.is_jit, self.is_scan = name == lifting.JIT, name == lifting.SCAN
-        self.is_map = name == lifting.MAP
-        # The variables that a block looks at, as they are stored.
-        self.stored: list[dict[Key, Any]] = [{} for _ in scopes]
+        is_map, self._is_scan = name == lifting.MAP, name == lifting.SCAN
+        # Of ``nn.jit`` JAX keeps the body. Other transforms make one in each call.
+        self._is_jit = name == lifting.JIT
+        self._open_blocks = open_blocks
+        self._lifted = [LiftedScope(scope, open_blocks, is_map) for scope in scopes]
 
     def wrap(
         self,
@@ -71,133 +71,76 @@ class _Lift:
             return scope_tree
 
         def ends(scope_tree: Any) -> Any:
-            inner = core_scopes.minimal_scopes(scope_tree)
-            sown = frozenset(
-                (index, col, names[len(scope.path) :])
-                for index, scope in enumerate(inner)
-                for col, names in blocks.root_of(scope).sown
-                if names[: len(scope.path)] == scope.path
-            )
+            sown = _sown_in(core_scopes.minimal_scopes(scope_tree))
             self._note_sown(sown)
             out = repack_fn(scope_tree)
-            return marks.added(out, sown) if self.is_jit and sown else out
+            return marks.added(out, sown) if self._is_jit and sown else out
 
         def publish(groups: Groups) -> None:
             self._note_sown(*marks.facts_of(groups))
-            publish_fn(map_groups(self._as_stored, marks.without(groups)))
+            publish_fn(map_groups(self._published, marks.without(groups)))
 
-        if not self.open_blocks:
+        if not self._open_blocks:
             return begins, repack_fn, variable_groups, rng_groups, publish_fn
         viewed = map_groups(self._viewed, variable_groups)
-        if self.is_scan:  # The groups before are broadcast or carried.
+        if self._is_scan:
+            # The first two groups are broadcast and carried, the others are stacked.
             self._warn_of_more(variable_groups[2:], viewed[2:])
-        if self.is_jit and self._may_write():
+        if self._is_jit and self._depends_on_names():
             viewed = marks.added(viewed, self._names())
         return begins, ends, viewed, rng_groups, publish
 
     def _viewed(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
-        scope, root = self.scopes[index], self.roots[index]
-        out: dict[str, Any] = {}
-        for col, tree in group.items():
-            out[col] = views.view(root, self.open_blocks, (col, scope.path), tree)
-            if any(selection.wants(block, root, col) for block in self.open_blocks):
-                self.stored[index].update(iter_variables((col, scope.path), tree))
-        return out
+        return self._lifted[index].viewed(group)
 
-    def _as_stored(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
-        root, path = self.roots[index], self.scopes[index].path
-
-        def as_stored(key: Key, value: Any) -> Any:
-            if self._selecting(index, key, root) is None:
-                return value
-            # Of a trace all arrays come out anew, here those alone that are written.
-            if self.is_map and root.initializing:
-                return views.stored(root, self.open_blocks, key, value)
-            stored = self.stored[index][key]
-            if key not in root.sown:
-                return stored
-            # ``sow`` appends; what it adds up in another way is new.
-            before, (leaves, treedef) = jax.tree.leaves(stored), jax.tree.flatten(value)
-            if len(leaves) > len(before):
-                leaves[: len(before)] = before
-            return treedef.unflatten(leaves)
-
-        return {
-            col: map_variables(as_stored, (col, path), tree)
-            for col, tree in group.items()
-        }
-
-    def _selecting(
-        self, index: int, key: Key, root: roots.Root, noted: bool = False
-    ) -> blocks.Block | None:
-        """Returns a block by which a stored variable stays as it is, if there is one.
-
-        The body sees it rewritten, or must not write it.
-        """
-        if key not in self.stored[index]:  # ``nn.map_variables`` makes other names.
-            return None
-        if key in self.roots[index].handed.selected:
-            return self.roots[index].handed.selected[key]
-        keys = leaf_keys(key, self.stored[index][key])
-        for block in self.acting:
-            if views.acts(block, root) and selection.wants(block, root, key[0]):
-                said = [selection.selects(block, root, k, False, noted) for k in keys]
-                if any(said):
-                    return block
-        return None
+    def _published(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
+        return self._lifted[index].published(group)
 
     def _begin(self, inner_scopes: Sequence[Scope]) -> None:
+        """Gives the scopes of the body a root, which knows what the body is handed."""
         inner_roots: dict[int, roots.Root] = {}
-        for index, inner in enumerate(inner_scopes):
-            outer, variables = self.roots[index], core_scopes.variables_of(inner)
-            root = inner_roots.get(id(outer))
+        for lifted, inner in zip(self._lifted, inner_scopes, strict=True):
+            root = inner_roots.get(id(lifted.root))
             if root is None:
-                root = blocks.used(outer.within(self.open_blocks, inner))
-                inner_roots[id(outer)] = root
-            else:
-                root.parts.append((inner.path, variables))
+                root = blocks.used(lifted.root.within(self._open_blocks, inner))
+                inner_roots[id(lifted.root)] = root
+            else:  # Another module of the same tree.
+                root.parts.append((inner.path, core_scopes.variables_of(inner)))
             roots.carry(inner, root)
-            for col, tree in variables.items() if self.open_blocks else ():
-                # JAX keeps the body of ``nn.jit``. Of the others each call has a new
-                # one.
-                noted = self.is_jit and inner.is_mutable_collection(col)
-                for key, value in iter_variables((col, inner.path), tree):
-                    root.handed.values[key] = value
-                    block = self._selecting(index, key, root, noted)
-                    if block is not None and not views.only_refuses(block):
-                        root.handed.selected[key] = block
+            if self._open_blocks:
+                lifted.hand_over(root, inner, self._is_jit)
 
-    def _may_write(self) -> bool:
-        """Whether the body may write what a block looks at by name; it need not exist.
+    def _depends_on_names(self) -> bool:
+        """Whether modules whose names differ need traces of ``nn.jit`` of their own.
 
-        Such a variable, made and read again in the body, is rewritten there by name. So
-        modules whose names differ need traces of their own.
+        A variable that the body makes and reads again is rewritten there by its name.
         """
         return any(
-            block.rewrite.rule.asks_place
-            or not is_filter_empty(
-                intersect_filters(scope.mutable, block.rewrite.collections)
-            )
-            for scope in self.scopes
-            for block in self._asking
+            block.rewrite.rule.asks_place or lifted.may_write(block)
+            for lifted in self._lifted
+            for block in self._asking_names()
         )
+
+    def _asking_names(self) -> list[blocks.Block]:
+        return [block for block in self._open_blocks if block.asker.asks_path]
 
     def _names(self) -> Any:
-        """How the blocks name what is at the scopes."""
+        """The path of each scope, and of the owners of blocks that ask for names."""
+        asking = self._asking_names()
         return tuple(
-            (scope.path, *(b.owner_path for b in self._asking if b.covers(root)))
-            for scope, root in zip(self.scopes, self.roots, strict=True)
+            (lifted.path, *(b.owner_path for b in asking if b.covers(lifted.root)))
+            for lifted in self._lifted
         )
 
-    def _note_sown(self, *sown: Iterable[tuple[int, str, tuple[str, ...]]]) -> None:
-        # By index and names below the scope: ``nn.jit`` shares a trace among paths.
+    def _note_sown(self, *sown: Iterable[Sown]) -> None:
         for index, col, names in itertools.chain(*sown):
-            self.roots[index].sown.add((col, (*self.scopes[index].path, *names)))
+            lifted = self._lifted[index]
+            lifted.root.sown.add((col, (*lifted.path, *names)))
 
     def _warn_of_more(self, stored: Groups, viewed: Groups) -> None:
         """Warns if a function makes more of stacked variables than is stored."""
         before, after = map(_bytes, (stored, viewed))
-        for block in self.open_blocks if after > before else ():
+        for block in self._open_blocks if after > before else ():
             if block.rewrite.rule.runs_code:
                 text = (
                     f'{block.rewrite!r} is open around a scan, and makes {after:,} '
@@ -209,6 +152,16 @@ class _Lift:
                 )
                 warn_once(text, block.place, errors.ScanMemoryWarning)
                 return
+
+
+def _sown_in(inner_scopes: Sequence[Scope]) -> frozenset[Sown]:
+    """The variables that ``Module.sow`` has written in a body."""
+    return frozenset(
+        (index, col, names[len(scope.path) :])
+        for index, scope in enumerate(inner_scopes)
+        for col, names in blocks.root_of(scope).sown
+        if names[: len(scope.path)] == scope.path
+    )
 
 
 def _bytes(groups: Groups) -> int:

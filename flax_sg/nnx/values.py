@@ -7,6 +7,7 @@ one of the two and not in the other: a Variable that is given two values is an e
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,7 +41,7 @@ def other_values(
         unused: as for filters.
     """
     found = _values(walk, values, kind)
-    entries = {('params', names): raw(x) for names, x in found.items()}
+    entries = {('params', names): raw(value) for names, value in found.items()}
     if not entries:
         raise substitutes.no_values('a tree without a value')
     where = filters.Names(frozenset(entries)) if where is ABSENT else where
@@ -49,47 +50,93 @@ def other_values(
 
 
 def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
-    """Values by the first path of each Variable, and what has none in the model.
+    """Values by the first path of each Variable, and those for no path of the model.
 
     An error in the place of a value is for whoever reads it.
     """
-    is_kind, target = nnx.filterlib.to_predicate(kind), Walk(values)
-    theirs, given = _reader(values), dict[Leaf, list[tuple[Names, Any]]]()
-    lacking = set[Leaf]()
+    is_kind, given = nnx.filterlib.to_predicate(kind), _Given(walk, values)
+    found = {
+        leaf.names: given.value_for(leaf)
+        for leaf in walk.leaves.values()
+        if is_kind(leaf.keys, leaf.value)
+    }
+    target = Walk(values)
+    for leaf in target.leaves.values():
+        # A plain tree has arrays where the model has Variables: they have no kind.
+        is_plain = not target.modules and not isinstance(leaf.value, nnx.Variable)
+        is_meant = is_plain or is_kind(leaf.keys, leaf.value)
+        if is_meant and walk.ways.at(leaf.names) is None:
+            found[leaf.names] = leaf.value
+    return {names: value for names, value in found.items() if value is not None}
 
-    paths = walk.ways.every
-    for leaf, keys in ((walk.leaves[n], keys) for n in paths for keys in paths[n]):
-        names = tuple(map(str, keys))
-        value, around = theirs(names), theirs(names[:-1])
-        # A model has a value for each Variable; a tree may have some.
-        if value is not None or _is_in(theirs, names, nnx.Pytree):
-            given.setdefault(leaf, []).append((names, value))
-        elif isinstance(around, Mapping) and _is_in(theirs, names, nnx.State):
-            beside = around.values()
-            if any(is_array(x) or is_variable(x) for x in beside):
-                lacking.add(leaf)
-    forms = {_form(value) for several in given.values() for _, value in several}
-    found: dict[Names, Any] = {}
-    for leaf in walk.leaves.values():
-        if not is_kind(leaf.keys, leaf.value):
-            continue
-        if leaf in given:
-            found[leaf.names] = _one_of(given[leaf])
-        elif leaf in lacking and _form(leaf.value) in forms:
-            # It may be tied in the target: a state has one path of such a weight.
-            found[leaf.names] = errors.StructureError(
+
+class _Given:
+    """What is given for the Variables of a model, at all paths of each.
+
+    Args:
+        walk: the model.
+        values: a model, a state, or a tree with some of both.
+    """
+
+    def __init__(self, walk: Walk, values: Any) -> None:
+        self._read = _reader(values)
+        self._paths = {
+            leaf: [tuple(map(str, keys)) for keys in walk.ways.every[key]]
+            for key, leaf in walk.leaves.items()
+        }
+        # For each Variable the paths that the values know, with what they have there.
+        self._known = {
+            leaf: [(names, self._read(names)) for names in paths if self._knows(names)]
+            for leaf, paths in self._paths.items()
+        }
+        pairs = itertools.chain(*self._known.values())
+        self._forms = {_form(value) for _, value in pairs}
+
+    def value_for(self, leaf: Leaf) -> Any:
+        """The value for a Variable, or an error; None for the Variable's own."""
+        if known := self._known[leaf]:
+            return _common_value(known)
+        if self._is_left_out(leaf):
+            return errors.StructureError(
                 f'nnx.substitute: the state has no value for {"/".join(leaf.names)!r}, '
                 'beside others of its module.\n'
                 'A state has one path of a tied weight, and the view would read the '
                 "model's own at the other.\n"
                 'Give the target itself, or name what is replaced: where=.'
             )
-    for leaf in target.leaves.values():
-        of_tree = not (target.modules or isinstance(leaf.value, nnx.Variable))
-        is_asked = of_tree or is_kind(leaf.keys, leaf.value)
-        if is_asked and walk.ways.at(leaf.names) is None:
-            found[leaf.names] = leaf.value
-    return {names: value for names, value in found.items() if value is not None}
+        return None
+
+    def _knows(self, names: Names) -> bool:
+        """Whether the values tell what is read at a path.
+
+        A model tells it of all its paths, with None where it has nothing: then weights
+        that are tied in the one model are not tied in the other. A tree or a state
+        tells it of what it has.
+        """
+        return self._read(names) is not None or self._is_in(names, nnx.Pytree)
+
+    def _is_left_out(self, leaf: Leaf) -> bool:
+        """Whether a Variable may have its value at another path of the target.
+
+        A state has one path of each Variable, so it lacks the other paths of a weight
+        that is tied in the target. Then one of the given values has the Variable's
+        shapes and dtypes.
+        """
+        if _form(leaf.value) not in self._forms:
+            return False
+        return any(map(self._lacks, self._paths[leaf]))
+
+    def _lacks(self, names: Names) -> bool:
+        """Whether a state has values for a module, and none at one of its paths."""
+        module = self._read(names[:-1])
+        if not isinstance(module, Mapping) or not self._is_in(names, nnx.State):
+            return False
+        return any(is_array(value) or is_variable(value) for value in module.values())
+
+    def _is_in(self, names: Names, cls: type) -> bool:
+        """Whether an object of a class is at a path, or on the way to it."""
+        on_the_way = (self._read(names[:n]) for n in range(len(names) + 1))
+        return any(isinstance(node, cls) for node in on_the_way)
 
 
 def _reader(root: Any) -> Callable[[Names], Any]:
@@ -108,34 +155,33 @@ def _reader(root: Any) -> Callable[[Names], Any]:
     return read
 
 
-def _is_in(read: Callable[[Names], Any], names: Names, kinds: Any) -> bool:
-    """Whether one of these kinds stands at a path, or on the way."""
-    way = (read(names[:n]) for n in range(len(names) + 1))
-    return any(isinstance(node, kinds) for node in way)
-
-
 def raw(value: Any) -> Any:
     """What is stored in a Variable; an array as it is."""
     return value.get_raw_value() if isinstance(value, nnx.Variable) else value
 
 
 def _form(value: Any) -> Any:
+    """The shapes and dtypes of the arrays in a value."""
     return tuple(map(shape_and_dtype, jax.tree.leaves(raw(value))))
 
 
-def _one_of(several: list[tuple[Names, Any]]) -> Any:
-    """The value that all paths of a Variable have; an error if they differ."""
-    first, value = several[0]
-    old = jax.tree.leaves(raw(value))
-    for names, other in several:
-        new = jax.tree.leaves(raw(other))
-        if len(old) != len(new) or not all(map(operator.is_, old, new)):
-            lacks = next((of for of, x in several if x is None), None)
+def _common_value(known: list[tuple[Names, Any]]) -> Any:
+    """The value at all known paths of a Variable; an error if they differ."""
+    (first, value), *others = known
+    for names, other in others:
+        if not _is_same(value, other):
+            without = [path for path, given in known if given is None]
+            why = f'{"/".join(without[0])!r} has none' if without else 'they differ'
             one, two = map('/'.join, (first, names))
-            which = f'{"/".join(lacks)!r} has none' if lacks else 'they differ'
             return errors.StructureError(
                 f'nnx.substitute: {one!r} and {two!r} are one Variable of the model, '
-                f'with one value. Of the values {which}.\n'
+                f'with one value. Of the values {why}.\n'
                 'Tie them in the values, too, or give a tree with one of them.'
             )
     return value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are the same arrays."""
+    old, new = jax.tree.leaves(raw(value)), jax.tree.leaves(raw(other))
+    return len(old) == len(new) and all(map(operator.is_, old, new))
