@@ -23,8 +23,8 @@ from flax_sg.trees.variables import Facts
 versions.load_once(globals())
 
 
-# The path of a variable, and what a filter says of it: a bool, or a ``Part``.
-Answer: TypeAlias = tuple[Path, Any]
+# The path of a variable, and the filter's decision: a bool, or a ``Part``.
+Decided: TypeAlias = tuple[Path, Any]
 
 
 @dataclass(eq=False)
@@ -46,14 +46,15 @@ class Block:
         level, kept_trace: the trace in which the block was opened, and the innermost
             trace around the block that JAX may cache.
         place: the line of the user's program that opened the block.
-        decisions: the path of each variable met so far, and the filter's answer.
+        decisions: of each variable met so far, the path and the filter's decision.
         collections: the collections met so far.
         uncovered: variables of trees that are not covered.
-        took: whether the filter has had an effect on what was read.
+        had_effect: whether a variable that was read is selected.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
             function called in the block; see ``late_rules.py``.
-        beside: the variables that were met while JAX traced nothing in the block.
-        roots: the roots that were met. The block keeps those alive that are older.
+        untraced: the variables that were met while no trace in the block ran that JAX
+            may cache: a block that finds a compiled program meets these again.
+        roots: the roots that were met. The block keeps a root alive that is older.
         copies: the dicts of scopes that hold copies of a collection, the collection,
             and what the dict had before; see ``copies.py``.
     """
@@ -69,12 +70,12 @@ class Block:
     level: Any
     kept_trace: Any
     place: Place
-    decisions: dict[Facts, Answer] = field(default_factory=dict)
+    decisions: dict[Facts, Decided] = field(default_factory=dict)
     collections: set[str] = field(default_factory=set)
     uncovered: set[Facts] = field(default_factory=set)
-    took: bool = False
+    had_effect: bool = False
     is_open: bool = True
-    beside: set[Facts] = field(default_factory=set)
+    untraced: set[Facts] = field(default_factory=set)
     roots: ByIdentity[Root | None] = field(default_factory=ByIdentity)
     copies: list[tuple[dict[str, Any], str, Any]] = field(
         default_factory=list[tuple[dict[str, Any], str, Any]]
@@ -84,7 +85,8 @@ class Block:
         """Whether the block covers a tree: that of its owner alone.
 
         At top level it covers each tree that begins in it, or was bound before. A tree
-        that begins inside of another ``apply`` sees what it is given.
+        that begins inside of another ``apply`` is not covered: its variables are what
+        the outer module hands to it, read in the block or computed.
         """
         if self.tree is not None:
             return root.tree is self.tree
@@ -110,13 +112,14 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.blocks: tuple[Block, ...] = ()
-        # One context is entered at a time, so blocks may close in any order.
+        # One context of JAX is entered at a time. Several would have to be left in
+        # order, and blocks may close in any order.
         self._no_context = tracing.user_context(0)
         with self._no_context:
             pass
         self.applies: list[Any] = []  # One for each ``apply`` that runs.
         self.rewritten = 0  # How often a reader saw a rewritten value.
-        self.aside: tuple[Block, ...] = ()  # What calls of ``only`` have set aside.
+        self.aside: tuple[Block, ...] = ()  # Blocks that ``only`` has set aside.
         # Why a second run of ``setup`` may differ; None outside of such a run.
         self.doubts: list[str] | None = None
 
@@ -140,7 +143,7 @@ class _Thread(threading.local):
         return number if len(self.applies) <= block.depth else number.deeper
 
     def applies_changed(self) -> None:
-        """Keeps JAX's key right: which trees a block covers depends on the applies."""
+        """Sets JAX's key anew: which trees a block covers depends on the applies."""
         if self.blocks:
             self.set_blocks(self.blocks)
 
@@ -150,7 +153,7 @@ class _Thread(threading.local):
         before, aside = self.blocks, self.aside
 
         def restore() -> None:
-            # One that was set aside may have been closed.
+            # A block that was set aside may have been closed meanwhile.
             self.aside = aside
             self.set_blocks(tuple(filter(_IS_OPEN, before)))
 
@@ -185,12 +188,12 @@ def active() -> tuple[Block, ...]:
 def remove(block: Block) -> None:
     """Removes a block from this thread, even if an exception left it half open."""
     rest = tuple(other for other in thread.blocks if other is not block)
-    for number, other in enumerate(rest):
+    for index, other in enumerate(rest):
         if block in other.outer:
             # ``other`` opened inside ``block``, so traces under its number depend on
             # ``block``: it gets a fresh number.
             other.lease.give_back()
-            other.outer = rest[:number]
+            other.outer = rest[:index]
             other.lease = numbers.unknown(other.asker, other.lease)
     thread.set_blocks(rest)
     block.forget_roots()

@@ -28,17 +28,17 @@ CLOSED = (
 )
 _PLAIN = frozenset({str, bytes, int, bool, type(None)})
 _JITTED: Any = type(jax.jit(id))
-# The search gives up after this many objects. That of iterators looks farther: it is
-# rare, and one over a long list of plain values is no mistake.
+# A search gives up after this many objects. In iterators it looks farther: an iterator
+# is rare, and one over a long list of plain values is no mistake.
 MOST, MOST_OF_ITERATORS = 20_000, 1_000_000
 
 
-def may_hold(value: Any, kinds: tuple[type, ...], most: int = MOST) -> bool:
+def may_hold(value: Any, classes: tuple[type, ...], most: int = MOST) -> bool:
     """Whether an object of some types is reached, or the search gives up.
 
     Args:
         value: where the search begins.
-        kinds: the types.
+        classes: the types.
         most: after how many objects it gives up.
     """
     waiting: list[Any] = [value]
@@ -48,17 +48,17 @@ def may_hold(value: Any, kinds: tuple[type, ...], most: int = MOST) -> bool:
         if id(part) in met:
             continue
         met[id(part)] = part
-        if isinstance(part, kinds) or len(met) > most:
+        if isinstance(part, classes) or len(met) > most:
             return True
         waiting.extend(_reached_from(part))
     return False
 
 
 def gives_reads_away(value: Any) -> bool:
-    """Whether an iterator or coroutine may read variables when somebody takes from it.
+    """Whether an iterator or coroutine may read variables when somebody uses it.
 
-    By then the block in which it was made has closed. An iterator over values that are
-    finished, such as ``iter([1, 2])``, reads nothing.
+    By then the block in which the iterator was made has closed. An iterator over
+    finished values, such as ``iter([1, 2])``, reads nothing.
 
     >>> gives_reads_away(iter([1, 2])), gives_reads_away([map(abs, [1, 2])])
     (False, False)
@@ -78,10 +78,10 @@ def _reached_from(value: Any) -> Iterable[Any]:
     if isinstance(value, (*CLOSED, *ARRAYS)):
         return ()
     if type(value) in (list, tuple) and _PLAIN.issuperset(map(type, value)):
-        return ()  # Such as the words of a tokenizer, in one step.
-    if isinstance(value, types.FunctionType):  # Without its globals.
+        return ()  # The words of a tokenizer would use up the search.
+    if isinstance(value, types.FunctionType):  # Not its globals, a whole module.
         parts = (value.__defaults__, value.__kwdefaults__, value.__dict__)
         return (*(value.__closure__ or ()), *parts)
-    if isinstance(value, _JITTED):  # It holds all of JAX.
+    if isinstance(value, _JITTED):  # Its other referents lead to all of JAX.
         return (value.__wrapped__,)
     return gc.get_referents(value)

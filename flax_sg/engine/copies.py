@@ -2,7 +2,7 @@
 
 ``state='hold'`` keeps nothing of what a call writes, so ``mutable=`` need not name the
 collection. The dicts of a collection that is not mutable are the caller's own. So the
-first write copies the dict of its scope and of each scope around it, and when the block
+first write copies the dict of its scope and of each parent scope, and when the block
 closes the scopes get their own dicts back. The copy is seen by everybody who reads
 these scopes. The body of a lifted transform inside of the block has other scopes: there
 Flax raises, as it does without a block.
@@ -22,7 +22,7 @@ from flax_sg.trees.variables import MISSING, Key, leaf_keys
 
 
 def put(scope: Scope, open_blocks: Sequence[Block], key: Key, value: Any) -> bool:
-    """Stores a variable in a copy, if Flax would refuse it and a block holds it.
+    """Stores a variable in a copy, if Flax would refuse the write and a block holds it.
 
     Args:
         scope: the scope that writes.

@@ -1,8 +1,8 @@
 """Finds the line before a block that reads what the block names.
 
 ``h = self.torso(x)``, then ``with nn.stop_gradient('torso/**'): y = self.head(h)``: the
-block stops no read of the torso. The warning names the line, and ``h``. Only the source
-is looked at, so a line is named if it surely reads there.
+block stops no read of the torso. The warning names the line, and ``h``. What ran is
+guessed from the source, so a line is named only if it surely reads such a variable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def line_before(
     if frame is None:
         return None
     uses = _Uses(frame.f_locals, owner, variables)
-    with contextlib.suppress(Exception):  # There may be no source, or a newer one.
+    with contextlib.suppress(Exception):  # The source may be missing, or changed.
         for statement in _before(_parsed(frame.f_code).body, place.line):
             if lines := [node.lineno for node in uses.in_(statement)]:
                 return max(lines), _value_of(statement)
@@ -51,19 +51,19 @@ def line_before(
 def _parsed(code: types.CodeType) -> ast.Module:
     lines, first = inspect.getsourcelines(code)
     text = ''.join(lines)
-    # A method stands to the right, as the body of an ``if`` may.
+    # Python parses the lines of a method, which are indented, in an ``if`` alone.
     tree = ast.parse(f'if True:\n{text}' if text[:1].isspace() else f'\n{text}')
     ast.increment_lineno(tree, max(first, 1) - 2)
     return tree
 
 
 def _before(body: list[Any], line: int) -> Iterator[ast.stmt]:
-    """Yields the statements before a line, the last one first, not other branches."""
-    for number, statement in enumerate(body):
+    """Yields the statements that ran before a line of a branch, the last one first."""
+    for index, statement in enumerate(body):
         if statement.lineno <= line <= statement.end_lineno:
             for part in ('body', 'orelse', 'finalbody'):
                 yield from _before(getattr(statement, part, []), line)
-            yield from reversed(body[:number])
+            yield from reversed(body[:index])
 
 
 def _value_of(statement: ast.stmt) -> str:
@@ -117,7 +117,7 @@ class _Uses:
                 given = [given_name]
             case _:
                 return False
-        names = [one.value for one in given if isinstance(one, ast.Constant)]
+        names = [node.value for node in given if isinstance(node, ast.Constant)]
         return any(name in self._children for name in names)
 
     def _holds(self, value: Any) -> bool:

@@ -25,7 +25,7 @@ from flax_sg.engine import (
 from flax_sg.internals import modules, patching
 from flax_sg.trees.variables import MISSING
 
-# What Flax and JAX do without hooks.
+# The functions of Flax and JAX that the hooks stand on, by their names.
 _original = patching.originals
 
 
@@ -59,12 +59,13 @@ def _param(
     open_blocks = blocks.thread.blocks
     if not open_blocks:
         return _original['param'](self, name, init_fn, *args, unbox=unbox, **kw)
-    # Of a parameter that exists Flax traces the initializer, for the shape alone.
-    # Outside of the blocks, JAX finds the traces that ``init`` has made.
-    around = () if self.has_variable('params', name) else open_blocks
-    with blocks.thread.only(around):
+    # If the parameter exists, Flax still traces the initializer, for the shape alone.
+    # With blocks open, all that it calls (``jax.random``, ...) would be traced for each
+    # number. Without blocks, JAX finds the traces that ``init`` has made.
+    initializing_in = () if self.has_variable('params', name) else open_blocks
+    with blocks.thread.only(initializing_in):
         _original['param'](self, name, init_fn, *args, unbox=False, **kw)
-    # Read it in the blocks. Flax returns a new parameter without reading it.
+    # Flax returns a new parameter without a read, so no block would have seen it.
     value = self.get_variable('params', name)
     return meta.unbox(value) if unbox else value
 
@@ -102,15 +103,16 @@ def _temporary(self: Scope) -> Generator[Scope]:
 def _make_scope(self: Scope, *args: Any, **kwargs: Any) -> None:
     """Begins a tree: in an apply, an init or a bind, or in the user's own code."""
     _original['make_scope'](self, *args, **kwargs)
-    # Children and rewound copies belong to a tree that has begun. The user may give the
-    # flags of a scope to another one, which has other variables.
+    # Children and rewound copies belong to a tree that has begun. A scope that the user
+    # makes with the flags of another scope has other variables, so it begins a tree.
     if self.parent is None and not roots.is_carried_by(self):
         blocks.begin(self, len(blocks.thread.applies))
 
 
 def _bind(*args: Any, **kwargs: Any) -> Scope:
     scope = _original['bind'](*args, **kwargs)
-    for block in blocks.thread.blocks:  # Nobody knows when a bound module is gone.
+    # A block has to be judged by a bound module too, and nothing tells when it is gone.
+    for block in blocks.thread.blocks:
         judgement.meet(block, blocks.root_of(scope))
     return scope
 

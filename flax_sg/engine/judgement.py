@@ -51,7 +51,7 @@ def judge(block: Block, reads: bool) -> None:
     else:
         history = block.lease.number.history
         if not block.lease.is_blank:
-            history.beside |= block.beside
+            history.untraced |= block.untraced
         if reads and not (_has_effect(block) or history.had_effect):
             warn_once(_no_effect(block), block.place)
 
@@ -69,16 +69,16 @@ def leave_unjudged(block: Block) -> None:
 def verdict(block: Block) -> errors.FlaxSGError | None:
     """Returns the error for a part of the filter that means nothing that was met.
 
-    If JAX finds a program, no Python runs, and its variables are not met. If nothing at
-    all was met, or what an earlier block has met beside its programs, these have run,
-    and the verdict of the earlier block holds.
+    If JAX finds a program, no Python runs, and the block does not meet its variables.
+    It meets nothing at all then, or what an earlier block has met outside of programs.
+    So the same programs have run, and the verdict on the earlier block holds.
     """
-    beside = block.lease.number.history.beside
-    if not is_certain(block) and block.decisions.keys() <= beside:
+    untraced = block.lease.number.history.untraced
+    if not is_certain(block) and block.decisions.keys() <= untraced:
         return None
     decisions = [*block.decisions.values()]
-    for held in _holding_state(block):
-        decisions += held.decisions.values()
+    for state_block in _holding_state(block):
+        decisions += state_block.decisions.values()
     paths = {path.key: path for path, _ in decisions}
     return _unused(block, list(paths.values()))
 
@@ -86,28 +86,28 @@ def verdict(block: Block) -> errors.FlaxSGError | None:
 def _holding_state(block: Block) -> Sequence[Block]:
     """The block by which the wrapper of a block holds state, with the same filter.
 
-    A name may be that of a layer which has state alone, and no parameters.
+    A name may be that of a layer without parameters, whose state alone is named.
     """
-    around = block.outer[-1:] if block.tree is not None else ()
+    outer = block.outer[-1:] if block.tree is not None else ()
     return [
-        held
-        for held in around
-        if held.rewrite.rule.acts_on == 'nothing'
-        and held.rewrite.where is block.rewrite.where
+        state_block
+        for state_block in outer
+        if state_block.rewrite.rule.acts_on == 'nothing'
+        and state_block.rewrite.where is block.rewrite.where
     ]
 
 
 def _meet_state(block: Block, root: Root) -> None:
     """Asks about state, which a filter need not know unless it names nothing else."""
-    for held in _holding_state(block):
+    for state_block in _holding_state(block):
         for path, variables in root.parts:
-            _meet(held, root, path, variables)
+            _meet(state_block, root, path, variables)
 
 
 def is_certain(block: Block) -> bool:
     """Whether no compiled program can have what a block does not meet."""
     lease = block.lease
-    # A block of another thread, with the same number, may have traced one since.
+    # A block of another thread, with the same number, may have compiled one since.
     is_new = lease.is_new and not (lease.is_blank and lease.number.history.has_traces)
     return block.tree is not None or is_new
 
@@ -116,7 +116,8 @@ def _meet_the_rest(block: Block) -> None:
     """Asks the filter about the variables in the block that nobody has read."""
     if block.owner is None:
         for root in block.roots:
-            if block not in root.handed.covered:  # A body may have other names.
+            # The body of a transform may give other names to the same variables.
+            if block not in root.handed.covered:
                 meet(block, root)
         return
     root = root_of(block.owner)
@@ -126,21 +127,22 @@ def _meet_the_rest(block: Block) -> None:
 
 def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
     """Returns the error for a name in a block that none of some variables has."""
-    where, ask = block.rewrite.where, block.asker
+    where, asker = block.rewrite.where, block.asker
     owner = None if block.tree is None else block.owner_path
-    matched = ask.matched_by(paths)
-    both = isinstance(where, filters.And)
-    any_taken = both and any(map(ask.ask, paths))
-    error = find_unused(where, matched, paths, owner, any_taken)
+    matched = asker.matched_by(paths)
+    # The names in ``a & b`` may all be there, and no variable match both.
+    any_selected = isinstance(where, filters.And) and any(map(asker.ask, paths))
+    error = find_unused(where, matched, paths, owner, any_selected)
     if block.collections:
         error = _unknown_collection(block) or error
     elif error and block.tree is None and not paths and where.atoms:
         error = _nothing_read(block)
-    inside = [ask.path_of(facts) for facts in block.uncovered] if error else []
-    with contextlib.suppress(Exception):  # A filter need not know what is not covered.
-        if inside and len(ask.matched_by([*paths, *inside])) == len(where.atoms):
+    inside = [asker.path_of(facts) for facts in block.uncovered] if error else []
+    # A function may raise for variables that its block does not cover.
+    with contextlib.suppress(Exception):
+        if inside and len(asker.matched_by([*paths, *inside])) == len(where.atoms):
             error = _only_inside(block)
-    if error:  # A traceback may show another line.
+    if error:  # The traceback may end at another line, where a tree was complete.
         error.add_note(f'From {block.rewrite!r}, opened at {block.place}.')
     return error
 
@@ -148,14 +150,14 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
 def _has_effect(block: Block) -> bool:
     """Whether a block has rewritten something that was read, or need not."""
     where = block.rewrite.where
-    if where == filters.Constant(True) and not block.took:
-        return not block.uncovered and not _is_around_nothing(block)
+    if where == filters.Constant(True) and not block.had_effect:
+        return not block.uncovered and not _ran_no_module(block)
     if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
         return True
-    return block.took or thread.doubts is not None
+    return block.had_effect or thread.doubts is not None
 
 
-def _is_around_nothing(block: Block) -> bool:
+def _ran_no_module(block: Block) -> bool:
     """Whether surely no module of linen ran in a block at top level."""
     is_empty = block.tree is None and not block.collections and is_certain(block)
     return is_empty and block.rewrite.rule.acts_on != 'writes'
@@ -165,11 +167,11 @@ def _no_effect(block: Block) -> str:
     if not block.rewrite.where.atoms:
         error = _only_inside(block) if block.uncovered else _nothing_read(block)
         return f'{error}\nThe block was opened at {block.place}.'
-    selected = [facts[1] for facts, (_, said) in block.decisions.items() if said]
-    before = line_before(block.place, block.owner_path, selected)
+    selected = [facts[1] for facts, (_, chosen) in block.decisions.items() if chosen]
+    earlier = line_before(block.place, block.owner_path, selected)
     why, value = 'it selects nothing that was read in it', 'h'
-    if before is not None:
-        line, value = before
+    if earlier is not None:
+        line, value = earlier
         why = f'what it names was read at line {line}, before the block'
     to_stop = f'To stop a value write jax.lax.stop_gradient({value}). '
     stops = block.rewrite.rule.name == 'stop_gradient'
@@ -199,11 +201,11 @@ def settle(root: Root, handled: BaseException | None) -> None:
         for block in thread.blocks:
             meet(block, root)
     pending, root.pending[:] = list(root.pending), []
-    for block, before in pending:
-        if sys.exception() is before:
+    for block, handled_then in pending:
+        if sys.exception() is handled_then:
             meet(block, root)
             error = verdict(block)
-            if error:  # Nobody sees ``init`` read what a module outside keeps.
+            if error:  # ``init`` may have made a named variable outside of the owner.
                 meet(block, root, outside=True)
                 _meet_state(block, root)
             if error and verdict(block):
@@ -233,10 +235,10 @@ def _meet(
             block.uncovered.update(map(facts_of, keys))
         return
     block.collections.update(variables)
-    # What ``init`` makes need not be read, and nothing is differentiated by it. In a
-    # tree without variables there is nothing to read.
+    # Nothing is differentiated by what ``init`` makes, and in a tree without variables
+    # there is nothing to read: neither deserves a warning.
     is_empty = block.tree is None and not variables
-    block.took = block.took or root.initializing or is_empty
+    block.had_effect = block.had_effect or root.initializing or is_empty
     if _has_met_all(block):
         return
     owner = block.owner_path if block.tree is root.tree else ()
@@ -248,7 +250,7 @@ def _meet(
 
 
 def _has_met_all(block: Block) -> bool:
-    """Whether all that a filter names was met, and its judgement takes no more."""
+    """Whether a filter has met all that it names, so that more changes no verdict."""
     where = block.rewrite.where
     if isinstance(where, filters.And) or 'names' in where.needs:
         return False
@@ -263,9 +265,9 @@ def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
     for name in names if isinstance(names, Iterable) else ():
         # Many modules have no parameters, so a missing 'params' is no mistake.
         if name not in block.collections and name != 'params':
-            known = ', '.join(map(repr, sorted(block.collections)))
+            met = ', '.join(map(repr, sorted(block.collections)))
             return errors.UnusedFilterError(
-                f'no collection {name!r} exists in this block; there are {known}.\n'
+                f'no collection {name!r} exists in this block; there are {met}.\n'
                 "Name one of these, or pass unused='ignore' if it may be absent."
             )
     return None

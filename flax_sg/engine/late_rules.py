@@ -1,8 +1,8 @@
 """Runs differentiation and batching rules in blocks that have already closed.
 
 ``jax.custom_vjp`` and the like call their rules when JAX differentiates or batches a
-program. For a program inside ``jax.jit`` the blocks around the call have closed by
-then. But the reads of a rule belong to the place of the call.
+program. For a program inside ``jax.jit`` the blocks of the call have closed by then.
+But the reads of a rule belong to the place of the call.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from flax_sg.engine.roots import Blocks
 from flax_sg.internals import patching, tracing
 
 
-def hook_for(kind: str) -> Callable[..., Any]:
-    """Makes the hook for ``__call__`` of a class in ``patching.RULES``."""
+def hook_for(name: str) -> Callable[..., Any]:
+    """Makes the hook for ``__call__`` of a class, by its name in ``patching.RULES``."""
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not (open_blocks := blocks.active()):
-            return patching.originals[kind](self, *args, **kwargs)
-        rules = {name: getattr(self, name) for name in patching.RULES[kind]}
+            return patching.originals[name](self, *args, **kwargs)
+        rules = {rule: getattr(self, rule) for rule in patching.RULES[name]}
         # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
         if not _of_jax(self, rules.values()):
             self, applies = _copy(self), tuple(blocks.thread.applies)
-            for name, rule in rules.items():
+            for attribute, rule in rules.items():
                 if rule is not None:
-                    setattr(self, name, _resuming(rule, open_blocks, applies))
+                    setattr(self, attribute, _resuming(rule, open_blocks, applies))
             for block in open_blocks:
-                # A rule may read what the function itself does not.
+                # A rule may read a variable that the function itself does not read.
                 if block.kept_trace != tracing.kept_trace():
                     block.lease.note(())
-        return patching.originals[kind](self, *args, **kwargs)
+        return patching.originals[name](self, *args, **kwargs)
 
     return hook
 
@@ -48,14 +48,15 @@ def _copy(function: Any) -> Any:
 
 
 def _of_jax(function: Any, rules: Iterable[Any]) -> bool:
-    # Excludes JAX's wrappers of user functions (``custom_gradient``), by closure.
+    """Whether a function with rules is one of JAX or of flax_sg."""
     fn = function.fun
-    closed = getattr(fn, '__closure__', None) is None
-    # Ours run user functions later; if they held blocks, they would hold tracers.
+    # A function of flax_sg is kept with what is traced: with blocks, tracers would be.
     if _is_in(fn, 'flax_sg.'):
         return True
+    # A function of JAX with a closure may wrap one of the user (``custom_gradient``).
+    is_plain = getattr(fn, '__closure__', None) is None
     own_rules = all(_is_in(rule, 'jax.') for rule in rules if rule is not None)
-    return _is_in(fn, 'jax.') and closed and own_rules
+    return _is_in(fn, 'jax.') and is_plain and own_rules
 
 
 def _is_in(fn: Any, package: str) -> bool:
@@ -76,8 +77,9 @@ def _resuming(
 def _resumed(open_blocks: Blocks, applies: tuple[object, ...]) -> Generator[None]:
     """Reopens blocks, as they were, for code that belongs in them.
 
-    Other blocks may hold their numbers by now, so the reopened blocks get numbers that
-    no other block finds. Two threads may differentiate one function: one of them waits.
+    Other blocks may have leased their numbers by now, so the reopened blocks get
+    numbers that no other block finds. If two threads differentiate one function, one of
+    them waits.
     """
     with _lock:
         yield from _reopened(open_blocks, applies)

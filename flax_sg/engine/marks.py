@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-# For each scope a dict of collections, in several groups.
+# Groups of variables, each with a dict of collections for each scope.
 Groups: TypeAlias = tuple[tuple[dict[str, Any], ...], ...]
 
 _NAME = '\0flax_sg'  # A name that no user gives to a collection.
@@ -28,11 +28,14 @@ class _Mark:
 
 def map_groups(fn: Callable[[int, dict[str, Any]], Any], groups: Groups) -> Groups:
     """Maps over the groups of collections; ``fn`` gets the index of their scope."""
-    return tuple(tuple(fn(i, group) for i, group in enumerate(of)) for of in groups)
+    return tuple(
+        tuple(fn(index, group) for index, group in enumerate(of_scopes))
+        for of_scopes in groups
+    )
 
 
 def added(groups: Groups, facts: Any) -> Groups:
-    """The groups with facts, where there is a scope to carry them."""
+    """The groups with facts; as they are, if no scope is there to carry facts."""
     if not (groups and groups[0]):
         return groups
     first, *rest = groups[0]

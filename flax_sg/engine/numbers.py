@@ -1,6 +1,6 @@
 """Decides which cached JAX traces a block may reuse, by a number in the cache keys.
 
-A number stands for a block *inside the blocks around it*. A block that opens takes a
+A number stands for a block *inside its outer blocks*. A block that opens takes a
 *blank* number, which says nothing, so that helpers such as ``relu`` are traced once for
 all blocks. When a trace that JAX may keep depends on the block, the number becomes one
 of the block's *kind*: its rule, its collections and its filter, all by value. Of a
@@ -32,15 +32,15 @@ from flax_sg.trees.variables import Facts
 
 versions.load_once(globals())
 
-# What a trace may depend on, beside the kind of the block: which values a rule brings;
-# where in a tree that is older than the trace the owner is; what a function says of a
-# variable.
+# What a trace may depend on, apart from the kind of the block: which values a rule
+# brings; where the owner is, in a tree that is older than the trace; how a function
+# decides about a variable.
 VALUES = 'values'
 Question: TypeAlias = 'str | weakref.ref[Any] | Facts'
 
 MOST = 4096  # Kinds in a number, and ends of a kind. JAX keeps as many traces.
 _values = itertools.count(1)
-_GONE = object()  # The answer where a question is about a tree that is no more.
+_GONE = object()  # The answer to a question about a tree that is gone.
 _lock = threading.RLock()  # The garbage collector may close a block at any time.
 
 
@@ -69,8 +69,8 @@ class Asker:
         self.has_functions = 'code' in where.needs
         self.asks_path = bool(where.atoms) or rule.asks_path
         self.is_complement = isinstance(where, filters.Not)
-        # A write, and what a lifted transform was handed, ask no question.
-        # A tree that begins in the block is covered at top level alone.
+        # Blank numbers are told apart by what no question asks for: how a block treats
+        # writes, which collections it looks at, and whether it covers new trees.
         looks_at = self.rewrite.collections, self.tree is None
         self.blank: Hashable = rule.acts_on == 'writes', looks_at
         unused = self.rewrite.unused
@@ -78,9 +78,9 @@ class Asker:
         self.sure: Hashable = self
         if not self.has_functions and rule.acts_on != 'cotangents':
             self.sure = self.kind, rule.token(), self.owner_path, self.tree
-        self._said: dict[Hashable, Any] = {}
-        # What it said as the block opened, before any variable was read.
-        self.early: list[tuple[Path, Any]] = []
+        self._decisions: dict[Hashable, Any] = {}
+        # Decisions as the block opened, which nobody has entered in the table so far.
+        self._early: list[tuple[Path, Any]] = []
 
     def path_of(self, facts: Facts) -> Path:
         """Returns the path of a variable, as the filter and the rule see it."""
@@ -88,39 +88,39 @@ class Asker:
         return Path.of(collection, names, self.owner_path, inner, array)
 
     def ask(self, path: Path) -> Any:
-        """Whether the filter takes a variable: a bool, or a ``Part`` of it."""
-        return expressions.decide(self.rewrite.where, path, ask=self._takes)
+        """Whether the filter selects a variable: a bool, or a ``Part`` of it."""
+        return expressions.decide(self.rewrite.where, path, ask=self._matches)
 
-    def _takes(self, atom: expressions.Atom, path: Path) -> bool:
+    def _matches(self, atom: expressions.Atom, path: Path) -> bool:
         """Asks an elementary filter; a function once for each variable and block."""
         if 'code' not in atom.own_needs:
             return expressions.takes(atom, path)
-        while self.early:
-            known, said = self.early.pop()
-            if said.__class__ is bool:
-                self._said[atom, known.key] = said
+        while self._early:
+            early_path, decision = self._early.pop()
+            if decision.__class__ is bool:
+                self._decisions[atom, early_path.key] = decision
         key = atom, path.key
-        if key not in self._said:
-            self._said[key] = expressions.takes(atom, path)
-        return self._said[key]
+        if key not in self._decisions:
+            self._decisions[key] = expressions.takes(atom, path)
+        return self._decisions[key]
 
     def matched_by(self, paths: Iterable[Path]) -> set[filters.Filter]:
-        """Returns the atoms that take one of some variables."""
+        """Returns the atoms that match one of some variables."""
         where = self.rewrite.where
         matched: set[filters.Filter] = set()
         for path in paths:
             if len(matched) == len(where.atoms):
                 break
-            expressions.decide(where, path, matched, self._takes)
+            expressions.decide(where, path, matched, self._matches)
         return matched
 
     def opening_answer(self, number: Number, firsts: int) -> Hashable:
         """Returns the answer of a block that opens; its function is called directly.
 
         An opening block is asked about each variable that was traced under the code of
-        its function, so each step between costs. ``answer`` remembers what a function
-        said: it is called if a variable may come up again, under other first numbers
-        or as a leaf within a variable (see ``takes``).
+        its function, so each step between costs. ``answer`` remembers the decisions of
+        a function: it is called if a variable may come up again, under other first
+        numbers or as a leaf within a variable.
 
         Args:
             number: the number whose question is asked.
@@ -134,13 +134,13 @@ class Asker:
                 decision = where.fn(path)
             except Exception as error:  # The function was not written for the variable.
                 return type(error)
-            self.early.append((path, decision))
+            self._early.append((path, decision))
             if decision.__class__ is bool:
                 return decision
         return self.answer(number)
 
     def answer(self, number: Number) -> Hashable:
-        """Returns what decides how the traces of a number go on."""
+        """Returns the answer of the block to the question of a number."""
         question = number.question
         if isinstance(question, str):
             return self.rewrite.rule.token()
@@ -150,8 +150,9 @@ class Asker:
             return self.owner_path if question == self.tree else None
         path = number.path_for(self.owner_path)
         try:
-            said = self.ask(path)
-            return said.elements.shape if isinstance(said, filters.Part) else said
+            decision = self.ask(path)
+            is_part = isinstance(decision, filters.Part)
+            return decision.elements.shape if is_part else decision
         except Exception as error:  # The function was not written for the variable.
             return type(error)
 
@@ -161,15 +162,15 @@ class History:
     """What is known of the blocks that had a number.
 
     Attributes:
-        has_traces: whether a trace that JAX keeps depends on one of them. If that one
-            is wrong, no block finds the number any more.
-        had_effect: whether one has selected what was read in it.
-        beside: the variables that these met beside the programs that JAX keeps.
+        has_traces: whether a trace that JAX keeps depends on one of them. If that block
+            is wrong, no other finds the number any more.
+        had_effect: whether one has selected a variable that was read in it.
+        untraced: the variables that these met outside of programs that JAX keeps.
     """
 
     has_traces: bool = False
     had_effect: bool = False
-    beside: set[Facts] = dataclasses.field(default_factory=set)
+    untraced: set[Facts] = dataclasses.field(default_factory=set)
 
 
 class Number:
@@ -177,9 +178,9 @@ class Number:
 
     Attributes:
         value: the number in JAX's cache keys.
-        question: what is asked to go on; None at an end.
-        answers: the number for each answer; that of the block which was asked first
-            has the same value.
+        question: what a block that follows the numbers is asked; None at an end.
+        answers: the next number for each answer. For the answer of the block that was
+            asked first, this has the same value.
         inside: the numbers of blocks opened inside, by kind.
         history: what is known of the blocks that had the number.
     """
@@ -211,14 +212,14 @@ class Number:
         return self.paths[owner]
 
     def take(self, asker: Asker) -> bool:
-        """Leases the number, unless another holder may give other answers."""
+        """Leases the number, unless a block that has leased it may answer otherwise."""
         with _lock:
             # Another thread may have asked a question since the number was found.
             if self.question is not None:
                 return False
             # A walk through a weak set takes long, and most numbers are free.
-            held = self._holders if len(self._holders) else ()
-            if any(other.sure != asker.sure for other in held):
+            others = self._holders if len(self._holders) else ()
+            if any(other.sure != asker.sure for other in others):
                 return False
             self._holders.add(asker)
         return True
@@ -228,12 +229,12 @@ class Number:
         self._holders.add(asker)
 
     def give_back(self, asker: Asker) -> None:
-        """Gives the number back, if the asker holds it."""
+        """Gives the number back, if the asker has leased it."""
         with _lock:
             self._holders.discard(asker)
 
-    def ask(self, answer: Hashable) -> None:
-        """With this answer to its question, everything stays as it is."""
+    def note_answer(self, answer: Hashable) -> None:
+        """Notes the first answer to a new question: it leads to the same value."""
         self.answers[answer] = same = Number(self.value)
         same.inside, same.history = self.inside, self.history
 
@@ -252,7 +253,7 @@ class _Kind(list[Number]):
             while number is not None and number.question is not None:
                 asked.append(number)
                 number = self._next(number, asker.opening_answer(number, len(firsts)))
-            if number is None:  # No trace under it is found again.
+            if number is None:  # Its tree is gone, so nobody finds its traces again.
                 self.drop(first)
             else:
                 yield first, number, asked
@@ -273,29 +274,29 @@ class _Kind(list[Number]):
         return number.answers[answer]
 
     def drop(self, first: Number) -> None:
-        """Lets no block find a number."""
+        """Lets no block find a first number, and what comes after it."""
         with _lock:
             if first in self:
                 self.remove(first)
 
 
 class Lease:
-    """The number that an open block holds.
+    """The number that an open block has leased.
 
     Attributes:
         asker: answers for the block.
         number: the number.
         is_blank: whether no trace that JAX keeps depends on the block so far.
-        is_new: whether there was no such trace of any block when this one opened.
+        is_new: whether no block had such a trace when this block opened.
 
     Args:
-        around: the number of the blocks that are open already.
+        outer: the number of the blocks that are open already.
         asker: answers for the block.
         number: the number until ``find`` is called.
     """
 
-    def __init__(self, around: Number, asker: Asker, number: Number) -> None:
-        self._around, self.asker = around, asker
+    def __init__(self, outer: Number, asker: Asker, number: Number) -> None:
+        self._outer, self.asker = outer, asker
         self.number = self._first = number
         self.is_blank = self.is_new = True
         self._asked: list[Number] = []
@@ -311,7 +312,7 @@ class Lease:
         kind = self._kind(self.asker.kind)
         with outside() if self.asker.has_functions else contextlib.nullcontext():
             ends = [*kind.ends_for(self.asker)]
-        # Numbers that have programs come first: their programs can be used.
+        # A number that has traces is tried first: its programs need not be compiled.
         ends.sort(key=lambda end: not end[1].history.has_traces)
         for first, number, asked in ends:
             self._first, self.number, self._asked = first, number, asked
@@ -329,19 +330,18 @@ class Lease:
 
     def _kind(self, kind: Hashable) -> _Kind:
         with _lock:
-            kinds = self._around.inside
-            found = kinds.get(kind)
-            if found is None:
-                found = kinds[kind] = _Kind()
+            kinds = self._outer.inside
+            if kind not in kinds:
+                kinds[kind] = _Kind()
                 if len(kinds) > MOST:
                     del kinds[next(iter(kinds))]
-            return found
+            return kinds[kind]
 
     def note(self, questions: Iterable[Question], is_own: bool = False) -> None:
         """Notes that a trace which JAX may keep depends on the block.
 
         Args:
-            questions: what it depends on, beside the kind of the block.
+            questions: what it depends on, apart from the kind of the block.
             is_own: whether it depends on the block itself.
         """
         with _lock:
@@ -354,11 +354,11 @@ class Lease:
     def _ask_all(self, questions: Iterable[Question]) -> bool:
         """Adds questions to the number, and goes on by the answers.
 
-        Another block that holds the number may have asked something first: then this
-        one answers that, too.
+        Another block that has leased the number may have added a question first. Then
+        this block answers that question, too.
 
         Returns:
-            Whether all have answers: none if a question is about a tree of others.
+            Whether all are answered. A question of another block may have no answer.
         """
         if self._questions is None:
             self._questions = {number.question for number in self._asked}
@@ -375,19 +375,19 @@ class Lease:
         """Makes the blank number one of the block's kind."""
         self.is_blank = False
         blanks = self._kind(self.asker.blank)
-        # If several blocks hold the blank number, the first of them has moved it.
+        # If several blocks have leased the number, the first of them has moved it.
         if self.number in blanks:
             blanks.remove(self.number)
             self._kind(self.asker.kind).append(self.number)
 
     def _go_on(self, question: Question) -> bool:
-        """Goes on by one question; False if another block's question has no answer."""
+        """Goes on by a question; False if another block's question has no answer."""
         number = self.number
         is_end = number.question is None
         number.question = question
         answer = self.asker.answer(number)
         if is_end:
-            number.ask(answer)
+            number.note_answer(answer)
         elif answer not in number.answers:
             return False
         number.give_back(self.asker)

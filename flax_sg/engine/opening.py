@@ -84,7 +84,7 @@ def close_block(block: Block, judged: str = NOTHING) -> None:
     finally:
         try:
             blocks.remove(block)
-        except BaseException:  # Ctrl-C may interrupt the first call.
+        except BaseException:  # Ctrl-C may have interrupted the first call.
             blocks.remove(block)
             raise
     if judged != NOTHING and not in_order:
@@ -109,16 +109,17 @@ def close_last(
             than GeneratorExit ends the block.
     """
     mine = [b for b in thread.blocks if b.rewrite is rewrite]
-    if len(mine) > 1:  # A suspended generator and the code around it, perhaps.
+    if len(mine) > 1:  # One may be that of a suspended generator.
         mine = [b for b in mine if b.place.frame == Place.here().frame] or mine
     if mine:
         return close_block(mine[-1], READS if exc_type is None else NOTHING)
     aside = [b for b in thread.aside if b.rewrite is rewrite and b.is_open]
     if aside:
         return blocks.remove(aside[-1])
-    if exc_type in (None, GeneratorExit):  # Or the body's own exception comes through.
+    # Another exception of the body is more important than the order of blocks.
+    if exc_type in (None, GeneratorExit):
         here, place, elsewhere = Place.here(), None, ''
-        # An error alone asks for this, so nobody keeps a list of them.
+        # Only this error needs all blocks of all threads, so no list of them is kept.
         all_blocks = [block for block in gc.get_objects() if type(block) is Block]
         for block in all_blocks:
             if block.rewrite is rewrite and block.is_open:

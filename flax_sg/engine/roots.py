@@ -40,12 +40,13 @@ class Tree:
 
 @dataclass
 class Handed:
-    """What the body of a lifted transform starts with; nothing elsewhere.
+    """The variables that the body of a lifted transform starts with.
 
     Attributes:
-        covered: the blocks that were open when the body began. They apply outside.
+        covered: the blocks that were open when the body began: what they select was
+            rewritten before it was handed in.
         values: the variables, as Flax passed them in.
-        selected: those that were rewritten outside, and a block that did so.
+        selected: the variables that were rewritten, each with a block that did so.
     """
 
     covered: tuple[Block, ...] = ()
@@ -90,7 +91,7 @@ class Root:
             a transform of several modules.
         level: the trace in which the tree, or the body, began.
         initializing: whether ``init`` is making the variables.
-        handed: what the tree starts with, if it belongs to a lifted body.
+        handed: the variables that a lifted body starts with; empty for a whole tree.
         met_by: the open blocks in which it is used.
         views: for each block, what readers of the tree see in it; see ``views.py``.
         sown: the variables that ``Module.sow`` has written in a block.
@@ -126,14 +127,14 @@ class Root:
         """Returns a root of the same tree, for a body that begins in blocks."""
         inner = Root(self.tree, scope)
         inner.initializing, inner.pending = self.initializing, self.pending
-        if covered:  # What is handed to nobody is shared.
+        if covered:  # Otherwise nothing was rewritten, and an empty one is shared.
             inner.handed = Handed(covered)
         inner.setups = Setups(self.setups.made_in, is_new=self.setups.is_new)
         return inner
 
-    # All roots are equal, and no dataclasses: ``nn.jit`` hashes the flags of scopes,
-    # and dataclasses in them by field, to tell modules apart. JAX's own cache keys
-    # tell the blocks apart.
+    # All roots are equal: ``nn.jit`` hashes the flags of scopes to tell modules apart,
+    # and JAX's cache keys tell blocks apart already. A root is no dataclass, since
+    # ``nn.jit`` would hash its fields.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Root)
 
@@ -162,7 +163,7 @@ Blocks: TypeAlias = 'tuple[Block, ...]'
 
 
 def carry(scope: Scope, root: Root) -> None:
-    """Lets a scope, and all that Flax makes of it, carry a root."""
+    """Lets a scope, and each scope that Flax makes of it, carry a root."""
     flags = {**scope.flags, ROOT_FLAG: root}
     scope.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
 
@@ -171,4 +172,4 @@ def is_carried_by(scope: Scope) -> bool:
     """Whether a scope carries a root that knows its variables."""
     root: Any = scope.flags.get(ROOT_FLAG)
     variables = core_scopes.variables_of(scope)
-    return root is not None and any(known is variables for _, known in root.parts)
+    return root is not None and any(part is variables for _, part in root.parts)

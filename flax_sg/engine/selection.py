@@ -1,4 +1,4 @@
-"""Asks the filter of a block which variables it selects, and notes the answers."""
+"""Asks the filter of a block which variables it selects, and notes its decisions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flax_sg.engine.blocks import Answer, Block, thread
+from flax_sg.engine.blocks import Block, Decided, thread
 from flax_sg.engine.numbers import VALUES, Question
 from flax_sg.engine.roots import Root
 from flax_sg.filters.paths import Path
@@ -21,7 +21,8 @@ def wants(block: Block, root: Root, collection: str) -> bool:
     """Whether a block looks at variables of this collection and tree at all."""
     if not block.covers(root):
         if block.tree is not None and block.kept_trace != tracing.kept_trace():
-            # The owner of another block may be in this tree.
+            # A block of this kind would cover the tree if its owner were in it. So the
+            # trace depends on where the owner is.
             _note(block, root, (), read=True)
         return False
     named = block.rewrite.collections
@@ -33,80 +34,82 @@ def wants(block: Block, root: Root, collection: str) -> bool:
 def path_of(block: Block, key: Key) -> Path:
     """Returns a variable's path, as the filter and the rule of a block see it."""
     facts = facts_of(key)
-    found = block.decisions.get(facts)
-    return block.asker.path_of(facts) if found is None else found[0]
+    decided = block.decisions.get(facts)
+    return block.asker.path_of(facts) if decided is None else decided[0]
 
 
 def selects(
     block: Block, root: Root, key: Key, read: bool = True, noted: bool = False
 ) -> Any:
     """Returns whether a block selects a variable: a bool, or a ``Part``."""
-    return answer(block, root, key, read, noted)[1]
+    return decide(block, root, key, read, noted)[1]
 
 
-def answer(
+def decide(
     block: Block, root: Root, key: Key, read: bool = True, noted: bool = False
-) -> Answer:
-    """Returns a variable's path, and what the filter of a block says of it.
+) -> Decided:
+    """Returns a variable's path, and the decision of a block's filter about it.
 
     The filter is asked once for each variable. If JAX may cache the running trace, and
-    the block was opened outside of this trace, the trace depends on the answer.
+    the block was opened outside of this trace, the trace depends on the decision.
 
     Args:
         block: an open block, or a reopened one.
         root: the tree of the variable.
         key: the variable.
         read: whether the variable is being read.
-        noted: whether the running trace may depend on the answer without a read.
+        noted: whether the running trace may depend on the decision without a read.
     """
     facts = facts_of(key)
-    found = block.decisions.get(facts)
-    if found is None:
-        found = block.decisions[facts] = _decide(block, block.asker.path_of(facts))
-    said = found[1]
+    decided = block.decisions.get(facts)
+    if decided is None:
+        decided = block.decisions[facts] = _asked(block, block.asker.path_of(facts))
     if read:
-        # ``train_only`` stops the rest, and a block may read only what it names.
-        block.took = block.took or bool(said) or block.asker.is_complement
+        # A block of ``train_only`` is right, too, if all that is read in it is trained.
+        selects = bool(decided[1]) or block.asker.is_complement
+        block.had_effect = block.had_effect or selects
     in_program = block.kept_trace != tracing.kept_trace()
     if in_program and (read or noted):
         _note(block, root, [facts], read)
     elif not in_program and (read or root.kept_trace == block.kept_trace):
-        block.beside.add(facts)
-    return found
+        block.untraced.add(facts)
+    return decided
 
 
-def _decide(block: Block, path: Path) -> Answer:
+def _asked(block: Block, path: Path) -> Decided:
     block.collections.add(path.collection)
     if not block.asker.has_functions:
         return path, block.asker.ask(path)
-    # Blocks are set aside: a selection must not depend on rewritten values.
+    # A function may read variables. With blocks open it would see rewritten values, and
+    # their numbers would depend on its reads.
     with thread.only(()):
         return path, block.asker.ask(path)
 
 
-def _note(block: Block, root: Root, answered: Sequence[Facts], read: bool) -> None:
-    """Notes that the running trace, which JAX may keep, depends on some answers."""
+def _note(block: Block, root: Root, decided: Sequence[Facts], read: bool) -> None:
+    """Notes that the running trace, which JAX may keep, depends on some decisions."""
     is_older, is_own = not _is_made_inside(block, root), False
     questions: list[Question] = []
     if is_older and block.tree is not None:
         questions.append(weakref.ref(root.tree))
-    for question in answered:
-        _, said = block.decisions[question]
+    on_cotangents = block.rewrite.rule.acts_on == 'cotangents'
+    for facts in decided:
+        _, decision = block.decisions[facts]
         if block.asker.has_functions:
-            questions.append(question)
-        if read and said and block.rewrite.rule.token() is not None:
+            questions.append(facts)
+        if read and decision and block.rewrite.rule.token() is not None:
             questions.append(VALUES)
-        # Each block makes a value of its own, outside of the trace.
-        is_own |= is_older and bool(said) and block.rewrite.rule.acts_on == 'cotangents'
-    if answered or questions:
+        # The trace closes over a value that this block alone has made, outside of it.
+        is_own |= is_older and bool(decision) and on_cotangents
+    if decided or questions:
         block.lease.note(questions, is_own)
-        block.lease.number.history.had_effect |= block.took
+        block.lease.number.history.had_effect |= block.had_effect
 
 
 def _is_made_inside(block: Block, root: Root) -> bool:
     """Whether a tree was made in a trace that began after the block was opened.
 
-    The trace of a late rule does not know the one of the block.
+    A late rule may run in a trace that is not inside of the block's (late_rules.py).
     """
     for trace in tracing.kept_traces():
         if trace in (root.kept_trace, block.kept_trace):
@@ -115,12 +118,12 @@ def _is_made_inside(block: Block, root: Root) -> bool:
 
 
 def note_all(block: Block, root: Root) -> None:
-    """Notes all answers of a block, because a value that depends on them is read.
+    """Notes all decisions of a block: a value that depends on them is read.
 
     Args:
         block: an open block.
-        root: the tree of the value that is read. The tree keeps values computed from
-            several variables, in this trace or in one around it.
+        root: the tree of the value. The value may be computed from several variables,
+            and is kept for other readers of the tree.
     """
     if tracing.kept_trace() not in (block.kept_trace, root.kept_trace):
         _note(block, root, tuple(block.decisions), read=True)

@@ -49,12 +49,12 @@ class Kept:
         self._before = vars(cls).get(name, _Nothing)
 
     def __get__(self, module: Any, cls: type) -> Any:
-        found = _Nothing if module is None else vars(module).get(self._name, _Nothing)
-        if found is not _Nothing:
-            return _seen(module, self._name, found) if blocks.active() else found
+        value = _Nothing if module is None else vars(module).get(self._name, _Nothing)
+        if value is not _Nothing:
+            return _seen(module, self._name, value) if blocks.active() else value
         if self._before is _Nothing:
-            of = cls if module is None else module
-            return getattr(super(self._cls, of), self._name)
+            target = cls if module is None else module
+            return getattr(super(self._cls, target), self._name)
         get = getattr(type(self._before), '__get__', None)
         return get(self._before, module, cls) if get else self._before
 
@@ -68,17 +68,22 @@ class Kept:
 
 
 class _Nothing:
-    """Where there is nothing. A class stays one object, if others pickle a module's."""
+    """Stands for an attribute that is missing.
+
+    Pickle finds a class by its name. So it is the same object in a ``Kept`` that was
+    pickled with the class of a module.
+    """
 
 
 def _keep(module: Any) -> None:
-    """Looks after the attributes in which a module keeps what ``setup`` has made."""
+    """Puts a ``Kept`` on the class for each attribute that may hold arrays of setup."""
     cls = type(module)
     for name, value in _made_in_setup(module):
         if isinstance(value, contents.CLOSED):  # Most attributes are modules.
             continue
-        found = inspect.getattr_static(cls, name, None)
-        if not hasattr(type(found), '__set__'):  # Else somebody looks after it.
+        descriptor = inspect.getattr_static(cls, name, None)
+        # The class has a ``Kept`` already, or a descriptor of the user, which stays.
+        if not hasattr(type(descriptor), '__set__'):
             # A metaclass of the user may refuse attributes, or count them.
             type.__setattr__(cls, name, Kept(cls, name))
 
@@ -99,23 +104,23 @@ _OF_FLAX = frozenset({'scope', 'name', 'parent'} | modules.attributes())
 
 
 def look_at_what_is_older() -> None:
-    """Looks after scopes and modules that were bound before the hooks were there."""
+    """Does the work of the hooks for scopes and modules that were bound before them."""
     by_variables: dict[int, Root] = {}  # Rewound copies of a scope share a tree.
     # Only processes of their own have tests of this: see tests/forms/test_linen.py.
     for thing in gc.get_objects():  # pragma: no cover
-        kind = type(thing)
-        if kind is Scope and thing.root is thing:
-            number = id(core_scopes.variables_of(thing))
-            if number in by_variables:
-                carry(thing, by_variables[number])
+        cls = type(thing)
+        if cls is Scope and thing.root is thing:
+            variables = id(core_scopes.variables_of(thing))
+            if variables in by_variables:
+                carry(thing, by_variables[variables])
             else:
-                by_variables[number] = blocks.begin(thing, depth=0)
-        elif issubclass(kind, modules.Module) and modules.is_set_up(thing):
+                by_variables[variables] = blocks.begin(thing, depth=0)
+        elif issubclass(cls, modules.Module) and modules.is_set_up(thing):
             _keep(thing)
 
 
 def keep_in_setup() -> None:
-    """Looks after what those modules keep whose ``setup`` runs."""
+    """Keeps attributes of modules whose ``setup`` runs, since a block opens in it."""
     for module in modules.in_setup():
         _keep(module)
 
@@ -143,13 +148,13 @@ def try_setup(self: Any, shallow: bool = False) -> None:
 def _set_up(self: Any, original: Callable[[Any], None]) -> None:
     (root, open_blocks), before = _covering(self.scope), blocks.thread.rewritten
     root.setups.running[id(self)] = open_blocks
-    if root.setups.made_in is not None:  # A second run keeps what it makes as it is.
+    if root.setups.made_in is not None:  # The values of a second run are what is asked.
         return original(self)
     try:
         original(self)
     finally:
         del root.setups.running[id(self)]
-    # Nothing is differentiated by what ``init`` makes.
+    # ``init`` differentiates nothing, so a stopped value may stay.
     if blocks.thread.rewritten != before and not root.initializing:
         _make_plain(_SetupValues.of(self, root, open_blocks))
 
@@ -173,7 +178,8 @@ def _make_plain(viewed: _SetupValues) -> None:
 def _seen(module: Any, name: str, value: Any) -> Any:
     """Returns the value of an attribute that a reader in the open blocks sees."""
     scope = object.__getattribute__(module, 'scope')
-    if scope is None or _is_argument(module, name):  # A base class may keep the name.
+    # The ``Kept`` may be that of a base class, whose ``setup`` makes this attribute.
+    if scope is None or _is_argument(module, name):
         return value
     root, open_blocks = _covering(scope)
     if not open_blocks:
@@ -182,15 +188,18 @@ def _seen(module: Any, name: str, value: Any) -> Any:
     if root.initializing or made_in == open_blocks:
         return value
     values = _SetupValues.of(module, root, open_blocks)
-    found = values.shown.get(name)
-    if found is None or found[0] is not value:
+    shown = values.shown.get(name)
+    if shown is None or shown[0] is not value:
         viewed = values.convert(name, value, made_in)
         depends = viewed is not value or contents.may_hold(value, contents.ARRAYS)
-        found = values.shown[name] = value, viewed, depends
-    if found[2]:  # Another trace may have cached the value.
+        shown = values.shown[name] = value, viewed, depends
+    _, viewed, depends = shown
+    # The value may have been made in another trace. So this trace has not noted the
+    # decisions that the value depends on.
+    if depends:
         for block in open_blocks:
             selection.note_all(block, root)
-    return found[1]
+    return viewed
 
 
 @dataclasses.dataclass
@@ -221,10 +230,10 @@ class _SetupValues:
 
     def convert(self, name: str, value: Any, made_in: Blocks) -> Any:
         """Converts a value made in blocks ``made_in`` to its value in these blocks."""
-        kinds = self._may_change(made_in)
-        if not contents.may_hold(value, kinds):
+        classes = self._may_change(made_in)
+        if not contents.may_hold(value, classes):
             return value
-        if variable := self._variable_of(value, made_in, kinds):
+        if variable := self._variable_of(value, made_in, classes):
             return views.view(self.root, self.blocks, *variable)
         made = self._made_again(name, made_in)
         if not made:  # No block changes what setup reads.
@@ -232,12 +241,12 @@ class _SetupValues:
         if name not in made:
             raise _cannot_see(self.module, name, 'setup did not make it again')
         try:
-            return _joined(value, made[name], kinds)
+            return _joined(value, made[name], classes)
         except ValueError as error:
             raise _cannot_see(self.module, name, str(error)) from None
 
     def _may_change(self, made_in: Blocks) -> tuple[type, ...]:
-        """The types of values that may be others in these blocks.
+        """The classes of values that may differ in these blocks.
 
         A stop changes tracers only. A rule that brings values changes numbers, too.
         """
@@ -246,7 +255,7 @@ class _SetupValues:
         return contents.NUMBERS if is_all else contents.ARRAYS
 
     def _variable_of(
-        self, value: Any, made_in: Blocks, kinds: tuple[type, ...]
+        self, value: Any, made_in: Blocks, classes: tuple[type, ...]
     ) -> tuple[Key, Any] | None:
         """The key and the stored leaf, if a value surely is one variable.
 
@@ -254,7 +263,7 @@ class _SetupValues:
         stopped form of another one: a stop treats both alike, but without blocks they
         differ.
         """
-        stops = bool(self.blocks) and kinds is contents.ARRAYS
+        stops = bool(self.blocks) and classes is contents.ARRAYS
         if not isinstance(value, contents.ARRAYS if stops else tracing.Tracer):
             return None
         return self._variable(value, made_in) or self._variable(value, self.blocks)
@@ -269,12 +278,13 @@ class _SetupValues:
                 key = collection, (*scope.path, name)
                 leaf = views.stored(self.root, made_in, key, value)
                 if not isinstance(variable, Mapping):
-                    count = sum(one is leaf for one in jax.tree.leaves(variable))
+                    leaves = jax.tree.leaves(variable)
+                    count = sum(other is leaf for other in leaves)
                     found += [(key, leaf)] * count
         if len(found) != 1:
             return None
-        # Variables may share one array: then the one that was read is unknown. What is
-        # written makes new ones that do, so this is counted each time.
+        # If variables of other modules share the array, nothing tells which was read.
+        # A write may make them share it, so they are counted each time.
         every = jax.tree.leaves(core_scopes.stored(scope.root))
         same = map(operator.is_, every, itertools.repeat(found[0][1]))
         return found[0] if sum(same) == 1 else None
@@ -289,18 +299,18 @@ class _SetupValues:
         return self._again
 
 
-def _joined(old: Any, new: Any, kinds: tuple[type, ...]) -> Any:
+def _joined(old: Any, new: Any, classes: tuple[type, ...]) -> Any:
     """Combines new arrays of a second ``setup`` run with the first run's modules."""
-    if not contents.may_hold(old, kinds):
+    if not contents.may_hold(old, classes):
         return old
     if not contents.may_hold(new, contents.MODULES):
         return new
     if type(old) is not type(new):
         raise ValueError('setup made another type of value when it ran again')
     if isinstance(old, (dict, FrozenDict)) and old.keys() == new.keys():
-        return type(old)({key: _joined(old[key], new[key], kinds) for key in old})
+        return type(old)({key: _joined(old[key], new[key], classes) for key in old})
     if isinstance(old, (tuple, list)) and len(old) == len(new):
-        items = [_joined(*pair, kinds) for pair in zip(old, new, strict=True)]
+        items = [_joined(*pair, classes) for pair in zip(old, new, strict=True)]
         return type(old)(*items) if hasattr(old, '_fields') else type(old)(items)
     raise ValueError('it holds a module as well as an array')
 
@@ -367,7 +377,7 @@ def make_rng(self: Scope, name: str = 'params') -> Any:
     """The hook for ``Scope.make_rng``: notes why a second run may differ."""
     key, doubts = patching.originals['make_rng'](self, name), blocks.thread.doubts
     if doubts is not None and not blocks.root_of(self).setups.is_new:
-        # A module elsewhere shall draw the same afterwards.
+        # The scope is that of another module, whose later draws must stay the same.
         self.rng_counters[name if self.has_rng(name) else 'params'] -= 1
         doubts.append('it draws random numbers')
     return key

@@ -26,13 +26,13 @@ from typing import Any, TypeAlias
 import jax
 
 from flax_sg import errors, filters
-from flax_sg.engine.blocks import Answer, Block, thread
+from flax_sg.engine.blocks import Block, Decided, thread
 from flax_sg.engine.roots import Root
-from flax_sg.engine.selection import answer, note_all, path_of, selects, wants
+from flax_sg.engine.selection import decide, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK
 from flax_sg.rules.cotangents import has_to_act
-from flax_sg.rules.rules import AS_IT_IS, Rewrite
+from flax_sg.rules.rules import LEAF_BY_LEAF, Rewrite
 from flax_sg.trees.leaves import is_differentiable
 from flax_sg.trees.variables import (
     MISSING,
@@ -68,17 +68,18 @@ class Seen:
 
     def stored_value(self, value: Any) -> Any:
         """Returns what to store when a reader writes ``value``."""
-        # Compare by position first: readers may see one object for several leaves.
+        # By position, if nothing was changed: one object may stand for several leaves.
         stored, seen = map(jax.tree.leaves, self.last)
         leaves, treedef = jax.tree_util.tree_flatten(value)
         if len(leaves) == len(seen) and all(map(operator.is_, leaves, seen)):
             return treedef.unflatten(stored)
-        back, keys = self._stored, leaf_keys(('', ()), value)
-        return map_leaves(lambda _, x: back.get(id(x), (x, x))[1], keys, value)
+        pairs, keys = self._stored, leaf_keys(('', ()), value)
+        return map_leaves(lambda _, x: pairs.get(id(x), (x, x))[1], keys, value)
 
 
-# The key of a leaf, and what a block says of it.
-_Asked: TypeAlias = tuple[LeafKey, Answer]
+# The key of a leaf, its path, and the decision of a block's filter about it.
+_Asked: TypeAlias = tuple[LeafKey, Decided]
+# By key and identity, a leaf and what readers see instead.
 _Joint: TypeAlias = dict[tuple[Key, int], tuple[Any, Any]]
 
 
@@ -87,8 +88,8 @@ class _Views:
 
     Attributes:
         seen: the leaves of each variable.
-        joint: the leaves that a joint rule has rewritten together, by key and identity,
-            and what readers see; None until one is read.
+        joint: the leaves that a joint rule has rewritten together; None until one of
+            them is read.
     """
 
     def __init__(self) -> None:
@@ -129,41 +130,45 @@ def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     saw of the same variable. Such leaves are replaced by the stored ones.
     """
 
-    def back(key: Key, value: Any) -> Any:
+    def unviewed(key: Key, value: Any) -> Any:
         for block in reversed(blocks):
             if block in root.views and key in root.views[block].seen:
                 value = root.views[block].seen[key].stored_value(value)
         return value
 
-    return map_variables(back, key, value) if root.views else value
+    return map_variables(unviewed, key, value) if root.views else value
 
 
 def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
-    # A filter sees an array as it is stored, whatever the blocks around make of it.
+    # Filters see an array as it is stored, whatever the outer blocks make of it.
     keys = leaf_keys(key, value)
     for block in blocks:
         # The values that a lifted body starts with were rewritten outside, selected by
-        # their names outside: ``nn.map_variables`` renames variables in the body. If a
-        # function that JAX keeps reads them, it depends on the answer all the same.
-        begun = block in root.handed.covered and root.handed.has(key, value)
-        if begun and tracing.kept_trace() == root.kept_trace:
+        # their names outside: ``nn.map_variables`` renames variables in the body. A
+        # jitted helper in the body depends on the decision about such a value, too.
+        is_handed = _is_handed(root, block, key, value)
+        if is_handed and tracing.kept_trace() == root.kept_trace:
             continue
-        answers = [answer(block, root, leaf_key) for leaf_key in keys]
-        if not begun and any([said for _, said in answers]):
-            value = _rewritten(
-                root, block, key, list(zip(keys, answers, strict=True)), value
-            )
+        decided = [decide(block, root, leaf_key) for leaf_key in keys]
+        if not is_handed and any([decision for _, decision in decided]):
+            asked = [*zip(keys, decided, strict=True)]
+            value = _rewritten(root, block, key, asked, value)
     return value
+
+
+def _is_handed(root: Root, block: Block, key: Key, value: Any) -> bool:
+    """Whether a block has rewritten a variable or leaf before a body was handed it."""
+    return block in root.handed.covered and root.handed.has(key, value)
 
 
 def _rewritten(
     root: Root, block: Block, key: Key, asked: Sequence[_Asked], value: Any
 ) -> Any:
     seen = _Views.of(root, block).seen[key]
-    viewed = AS_IT_IS
+    viewed = LEAF_BY_LEAF
     if block.rewrite.rule.brings and _applies(block, root):
         viewed = _instead(block, root, key, asked, value)
-    if viewed is AS_IT_IS:
+    if viewed is LEAF_BY_LEAF:
         leaf = functools.partial(_view_leaf, root, block, key, seen)
         viewed = map_leaves(leaf, asked, value)
     else:
@@ -192,19 +197,19 @@ def only_refuses(block: Block) -> bool:
 def _view_leaf(
     root: Root, block: Block, variable: Key, seen: Seen, asked: _Asked, leaf: Any
 ) -> Any:
-    key, answered = asked
-    found = seen.views.get((key, id(leaf)))
-    if found is None:
-        begun = block in root.handed.covered and root.handed.has(variable, leaf)
-        if begun or not answered[1]:
+    key, decided = asked
+    pair = seen.views.get((key, id(leaf)))
+    if pair is None:
+        if _is_handed(root, block, variable, leaf) or not decided[1]:
             return leaf
         is_new = _applies(block, root)
-        new = _new_leaf(block, root, key, answered, leaf) if is_new else leaf
-        found = seen.views[key, id(leaf)] = leaf, new
+        new = _new_leaf(block, root, key, decided, leaf) if is_new else leaf
+        pair = seen.views[key, id(leaf)] = leaf, new
         seen.note(leaf, new)
-    if found[1] is not leaf:
+    _, viewed = pair
+    if viewed is not leaf:
         thread.rewritten += 1
-    return found[1]
+    return viewed
 
 
 # What a rule makes, and in which trace.
@@ -216,10 +221,10 @@ def _instead(
     """Returns what a reader in a block sees instead of a whole variable.
 
     Returns:
-        The value; ``AS_IT_IS`` to apply the rule to each leaf alone.
+        The value; ``LEAF_BY_LEAF`` to apply the rule to each leaf alone.
     """
 
-    def find_beside(collection: str) -> Any:
+    def find_in(collection: str) -> Any:
         for above, variables in root.parts:
             if key[1][: len(above)] == above:
                 found = find(variables, collection, key[1][len(above) :])
@@ -227,18 +232,18 @@ def _instead(
                     return view(root, block.outer, (collection, key[1]), found)
         return MISSING
 
-    new = block.rewrite.rule.instead(path_of(block, key), value, find_beside)
-    if new is AS_IT_IS:
+    new = block.rewrite.rule.instead(path_of(block, key), value, find_in)
+    if new is LEAF_BY_LEAF:
         return new
     olds, treedef = jax.tree.flatten(value)
     leaves = zip(asked, jax.tree.leaves(new), olds, strict=True)
     return treedef.unflatten(
-        filters.merged(said, meant, old, path) if said else old
-        for (_, (path, said)), meant, old in leaves
+        filters.merged(decision, other, old, path) if decision else old
+        for (_, (path, decision)), other, old in leaves
     )
 
 
-def _new_leaf(block: Block, root: Root, key: Key, answered: Answer, leaf: Any) -> Any:
+def _new_leaf(block: Block, root: Root, key: Key, decided: Decided, leaf: Any) -> Any:
     """Returns what a reader in a block sees instead of a selected variable's leaf."""
     rule = block.rewrite.rule
     if rule.acts_on != 'cotangents':
@@ -246,14 +251,14 @@ def _new_leaf(block: Block, root: Root, key: Key, answered: Answer, leaf: Any) -
         if rule.brings:
             trace = tracing.in_innermost_trace((block.level,), leaf)
         with trace, _seeing_outside(block):
-            return _applied(block, answered, leaf)
-    if not has_to_act(block.rewrite, answered[0], leaf):
+            return _applied(block, decided, leaf)
+    if not has_to_act(block.rewrite, decided[0], leaf):
         return leaf
     if rule.jointly:
         note_all(block, root)
         return _joint_leaf(block, root, key, leaf)
     with _seeing_outside(block), _begin(block, root, [leaf]):
-        return _applied(block, answered, leaf)
+        return _applied(block, decided, leaf)
 
 
 def _seeing_outside(block: Block) -> Any:
@@ -263,19 +268,19 @@ def _seeing_outside(block: Block) -> Any:
     return contextlib.nullcontext()
 
 
-def _applied(block: Block, answered: Answer, leaf: Any) -> Any:
+def _applied(block: Block, decided: Decided, leaf: Any) -> Any:
     """Applies the rule to a leaf, or to the selected part of the leaf."""
-    path, said = answered
+    path, decision = decided
     named = contextlib.nullcontext()
     if isinstance(leaf, tracing.Tracer):
-        # Reports of gradient flow read the block off the equation of a stop.
+        # A report of gradient flow names the block by the scope of its equation.
         named = jax.named_scope(f'{BLOCK}{block.rewrite!r} at {block.place}')
     given = leaf
     if block.rewrite.rule.acts_on == 'cotangents':
-        given = filters.within(said, leaf, path)
+        given = filters.within(decision, leaf, path)
     with named:
         new = block.rewrite.rule(path, given)
-    return filters.merged(said, new, leaf, path)
+    return filters.merged(decision, new, leaf, path)
 
 
 def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
@@ -291,10 +296,11 @@ def _joint_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
     These are the leaves that the tree holds when the first of them is read. A variable
     that is created or written later is not differentiated from outside.
     """
-    if block in root.handed.covered:  # The others were rewritten outside.
+    if block in root.handed.covered:
+        # The body has made it: what it was handed was rewritten together, outside.
         return leaf
     if any(above for above, _ in root.parts):
-        if not isinstance(leaf, tracing.Tracer):  # Nothing differentiates it there.
+        if not isinstance(leaf, tracing.Tracer):  # Nothing differentiates a constant.
             return leaf
         raise _in_a_body(block.rewrite, path_of(block, key))
     views = _Views.of(root, block)
@@ -310,23 +316,23 @@ def _rewritten_together(block: Block, root: Root) -> _Joint:
         if not wants(block, root, key[0]):
             continue
         keys = leaf_keys(key, value)
-        took = [selects(block, root, leaf_key) for leaf_key in keys]
-        if any(took):
+        decisions = [selects(block, root, leaf_key) for leaf_key in keys]
+        if any(decisions):
             shown = jax.tree.leaves(view(root, block.outer, key, value))
-            for leaf_key, take, leaf in zip(keys, took, shown, strict=True):
-                if take and is_differentiable(leaf):
+            for leaf_key, decision, leaf in zip(keys, decisions, shown, strict=True):
+                if decision and is_differentiable(leaf):
                     chosen.setdefault(leaf_key, []).append(leaf)
-    rows = [(answer(block, root, key), chosen[key]) for key in chosen]
+    rows = [(decide(block, root, key), chosen[key]) for key in chosen]
     with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):
         together = block.rewrite.rule.together(
             [
-                (path, [filters.within(said, old, path) for old in olds])
-                for (path, said), olds in rows
+                (path, [filters.within(decision, old, path) for old in olds])
+                for (path, decision), olds in rows
             ]
         )
         return {
-            (key, id(old)): (old, filters.merged(said, new, old, path))
-            for key, ((path, said), olds), news in zip(
+            (key, id(old)): (old, filters.merged(decision, new, old, path))
+            for key, ((path, decision), olds), news in zip(
                 chosen, rows, together, strict=True
             )
             for old, new in zip(olds, news, strict=True)

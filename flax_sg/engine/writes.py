@@ -38,7 +38,7 @@ def check(
     if not refusing:
         return
     refusing = [b for b in refusing if selection.wants(b, root, key[0])]
-    if root.setups.made_in is not None:  # Writes of a second run are discarded.
+    if root.setups.made_in is not None:  # A second run of setup writes to a copy.
         return
     stored = core_scopes.stored(scope)
     for variable, new in iter_variables(key, value):
@@ -80,8 +80,8 @@ def _changed(key: Key, old: Any, new: Any) -> list[Key]:
     before, treedef = jax.tree_util.tree_flatten(old)
     after, treedef_after = jax.tree_util.tree_flatten(new)
     if treedef != treedef_after:
-        known = [] if old is MISSING else leaf_keys(key, old)
-        return [*known, *leaf_keys(key, new)]
+        old_keys = [] if old is MISSING else leaf_keys(key, old)
+        return [*old_keys, *leaf_keys(key, new)]
     pairs = zip(leaf_keys(key, new), before, after, strict=True)
     return [leaf_key for leaf_key, a, b in pairs if a is not b]
 

@@ -133,7 +133,7 @@ def _given(rule: substitutes.FromTree, leaf: Leaf) -> list[Any]:
         raise given
     # A number of Python is compared as the array that reads of it become.
     own = jax.tree.map(_as_read, raw(leaf.value))
-    given = rule.instead(path, own, lambda _: rules.AS_IT_IS)
+    given = rule.instead(path, own, lambda _: rules.MISSING)
     return jax.tree.leaves(given, is_leaf=is_whole)
 
 

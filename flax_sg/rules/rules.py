@@ -24,7 +24,7 @@ from flax_sg.trees.leaves import (
 from flax_sg.trees.variables import MISSING as MISSING
 
 # What ``instead`` returns if the rule is to act on each leaf alone.
-AS_IT_IS: Any = object()
+LEAF_BY_LEAF: Any = object()
 
 # Variables that a rule rewrites together, each with its leaves.
 Selected: TypeAlias = Sequence[tuple[paths.Path, Sequence[Any]]]
@@ -105,10 +105,10 @@ class Rule:
                 ``MISSING`` if there is none.
 
         Returns:
-            The value to read, or ``AS_IT_IS`` to apply the rule to each leaf alone.
+            The value to read, or ``LEAF_BY_LEAF`` to apply the rule to each leaf alone.
         """
         del path, value, find
-        return AS_IT_IS
+        return LEAF_BY_LEAF
 
     def key(self) -> Hashable:
         """What tells it from rules with another effect; kept longer than the rule."""
