@@ -18,7 +18,7 @@ from flax import nnx
 from flax_sg import errors, filters
 from flax_sg.filters.paths import name_of, shape_and_dtype
 from flax_sg.rules import rules, substitutes
-from flax_sg.trees.kinds import is_array, is_variable
+from flax_sg.trees.leaf_types import is_array, is_variable
 from flax_sg.trees.leaves import ABSENT
 from flax_sg.trees.levels import one_level
 from flax_sg.trees.nnx_paths import Names

@@ -29,7 +29,6 @@ from flax_sg.optim.selections import (
     rows_are_cut,
     selections,
 )
-from flax_sg.trees.beside import beside, other_shape
 from flax_sg.trees.leaves import (
     ABSENT,
     Leaves,
@@ -37,6 +36,7 @@ from flax_sg.trees.leaves import (
     is_number,
     is_whole,
 )
+from flax_sg.trees.matching import gradient_of_each, other_shape
 from flax_sg.trees.rows import Choice, choice_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
@@ -149,7 +149,7 @@ class Freeze:
         What a freeze in ``tx`` leaves alone may lack: ``shown`` tells what ``tx`` sees.
         """
         spared = functools.cache(lambda: _frozen_in(self.tx, shown))
-        return beside(leaves, gradients, trained, spared)
+        return gradient_of_each(leaves, gradients, trained, spared)
 
 
 def freeze(

@@ -17,7 +17,7 @@ import numpy as np
 from flax_sg import filters
 from flax_sg.optim.owners import Owner, owners_of, vectors_of
 from flax_sg.optim.selections import Names, names_of
-from flax_sg.trees.kinds import is_differentiable
+from flax_sg.trees.leaf_types import is_differentiable
 from flax_sg.trees.leaves import Leaves
 from flax_sg.trees.rows import Choice
 

@@ -16,7 +16,7 @@ from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, inputs_explained, variables_of
 from flax_sg.trees import leaves
 from flax_sg.trees.absent import ABSENT, Absent
-from flax_sg.trees.trainable import kinds_of, states
+from flax_sg.trees.trainable import states, variable_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def paths(
         [selected] = leaves.selected([rows.paths], filters.as_filter(where))
     kinds, is_state = [''] * len(selected), [False] * len(selected)
     if is_nnx_model(model):
-        kinds = [cls.__name__ if cls else 'array' for cls in kinds_of(rows.tree)]
+        kinds = [cls.__name__ if cls else 'array' for cls in variable_types(rows.tree)]
         is_state = states(rows.tree)
     columns = zip(rows, selected, kinds, is_state, strict=True)
     out = [

@@ -16,8 +16,8 @@ from flax_sg.flow.rows import alike, index, repeated, unique
 from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
-from flax_sg.trees import beside, leaves
-from flax_sg.trees.kinds import is_variable
+from flax_sg.trees import leaves, matching
+from flax_sg.trees.leaf_types import is_variable
 
 MOVES, PARTLY, STUCK, DRIFTS, STILL = 'moves', 'partly', 'stuck', 'drifts', 'still'
 # By whether a value changes, and whether it has a gradient.
@@ -149,7 +149,7 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
     if [path.place for path in paths] != [path.place for path, _ in new]:
         names = 'the tree before the step', 'the tree after it'
         trees = leaves.leaves_of(before), leaves.leaves_of(after)
-        raise beside.different_structures(*names, *trees)
+        raise matching.different_structures(*names, *trees)
     if not _variables(before).isdisjoint(_variables(after)):
         raise errors.ArgumentValueError(
             'Both trees have the same Variables, which the step changes in place.\n'
@@ -165,7 +165,7 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
     compared: list[Any] = []
     for (path, value), (_, now) in zip(old, new, strict=True):
         if leaves.shape_of(value) != leaves.shape_of(now):
-            raise beside.other_shape('the tree after the step', path, value, now)
+            raise matching.other_shape('the tree after the step', path, value, now)
         gradient, *known[path.place] = known.get(path.place) or [False]
         compared.append(_compared(value, now, gradient))
     compared = jax.device_get(compared)

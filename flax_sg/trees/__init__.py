@@ -8,7 +8,6 @@ from typing import Any
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import Path
-from flax_sg.trees.beside import different_structures
 from flax_sg.trees.leaves import (
     ABSENT,
     is_absent,
@@ -17,6 +16,7 @@ from flax_sg.trees.leaves import (
     tree_before,
     whole,
 )
+from flax_sg.trees.matching import different_structures
 from flax_sg.trees.rows import Rest, halves
 
 
@@ -62,16 +62,16 @@ def partition(
 
     Note:
         ``equinox.partition`` and ``haiku.data_structures.partition`` do this; here
-        None is no sentinel, so that trees which hold None come back as they were.
+        None is no sentinel, so that trees with None in them come back as they were.
     """
     leaves = tree_before('sg.partition(tree, where)', tree)
-    [said] = selected([leaves.paths], filters.as_filter(where), unused)
+    [decisions] = selected([leaves.paths], filters.as_filter(where), unused)
     pairs: list[tuple[Any, Any]] = []
-    for takes, (path, leaf) in zip(said, leaves, strict=True):
-        if isinstance(takes, filters.Part) and not is_absent(leaf):
-            pairs.append(halves(takes, leaf, path))
+    for decision, (path, leaf) in zip(decisions, leaves, strict=True):
+        if isinstance(decision, filters.Part) and not is_absent(leaf):
+            pairs.append(halves(decision, leaf, path))
         else:
-            pairs.append((leaf, ABSENT) if takes else (ABSENT, leaf))
+            pairs.append((leaf, ABSENT) if decision else (ABSENT, leaf))
     return leaves.restore(part for part, _ in pairs), leaves.restore(
         rest for _, rest in pairs
     )
@@ -98,29 +98,31 @@ def combine(part: Any, *others: Any) -> Any:
     """
     first = leaves_of(part)
     parts = part if type(part) in (tuple, list) and not others else ()
-    same = len({leaves_of(one).treedef for one in parts}) == 1 < len(parts)
+    same = len({leaves_of(each).treedef for each in parts}) == 1 < len(parts)
     if same and any(map(is_absent, first.values)):
         raise errors.ArgumentTypeError(
             f'combine() got {brief(part)} of {len(parts)} parts as one tree.\n'
             'Give it each part: sg.combine(*parts).'
         )
     values = list(first.values)
-    for number, other in enumerate(map(leaves_of, others), start=2):
+    for position, other in enumerate(map(leaves_of, others), start=2):
         if other.treedef != first.treedef:
-            raise different_structures('part 1', f'part {number}', first, other)
+            raise different_structures('part 1', f'part {position}', first, other)
         for index, leaf in enumerate(other.values):
             if is_absent(leaf):
                 continue
-            known = values[index]
-            rest, part = (known, leaf) if isinstance(known, Rest) else (leaf, known)
-            if is_absent(known):
+            present = values[index]
+            rest, part = (
+                (present, leaf) if isinstance(present, Rest) else (leaf, present)
+            )
+            if is_absent(present):
                 values[index] = leaf
             elif isinstance(rest, Rest) and not isinstance(part, Rest):
                 values[index] = rest.with_part(part)
             else:
                 raise errors.StructureError(
                     f'Two parts have a leaf at {str(first.paths[index])!r}: '
-                    f'{shown(known)} and {shown(leaf)}.\n'
+                    f'{shown(present)} and {shown(leaf)}.\n'
                     'Each leaf has to be in one part, and ABSENT in the others.'
                 )
     return first.restore(values)
@@ -157,12 +159,12 @@ def partition_n(
         The exhaustive ``partition_n`` of dm-haiku, as google/flax#1857 uses it.
     """
     leaves = tree_before('sg.partition_n(tree, classify)', tree)
-    labels, names = classified(leaves.paths, classify)
-    found = [*map(one_label, leaves.paths, labels)]
+    candidates, names = classified(leaves.paths, classify)
+    labels = [*map(one_label, leaves.paths, candidates)]
     return {
         name: leaves.restore(
             leaf if label == name else ABSENT
-            for label, leaf in zip(found, leaves.values, strict=True)
+            for label, leaf in zip(labels, leaves.values, strict=True)
         )
         for name in names
     }
@@ -177,24 +179,24 @@ def classified(
     labels: list[list[Any]] = [[] for _ in paths]
     if isinstance(classify, Mapping):
         for label, where in classify.items():
-            [said] = selected([paths], filters.as_filter(where), unused)
-            takes = whole(said, paths, 'a label')
-            for several, take in zip(labels, takes, strict=True):
-                several.extend([label] * take)
+            [decisions] = selected([paths], filters.as_filter(where), unused)
+            bools = whole(decisions, paths, 'a label')
+            for labels_of_path, is_meant in zip(labels, bools, strict=True):
+                labels_of_path.extend([label] * is_meant)
         return labels, list(classify)
     if not callable(classify):
         raise errors.FilterTypeError(
             f'{brief(classify)} classifies nothing: expected filters by label, such as '
             "{'gln': 'gln_*/**', ...}, or a function of the path."
         )
-    for path, several in zip(paths, labels, strict=True):
+    for path, labels_of_path in zip(paths, labels, strict=True):
         label: Any = classify(path)
         if not isinstance(label, Hashable):
             raise errors.FilterTypeError(
                 f'The function of labels returned {brief(label)} for {str(path)!r}.\n'
                 'Return one label, such as a str, or None if it knows none.'
             )
-        several.extend([] if label is None else [label])
+        labels_of_path.extend([] if label is None else [label])
     return labels, list(dict.fromkeys(label for [label] in filter(None, labels)))
 
 
@@ -203,8 +205,8 @@ def one_label(path: Path, labels: Sequence[Any], rest: str = '') -> Any:
     if len(labels) == 1:
         return labels[0]
     if labels:
-        which = f'{len(labels)} labels: {", ".join(map(repr, labels))}'
+        problem = f'{len(labels)} labels: {", ".join(map(repr, labels))}'
         fix = 'Give each leaf one label: filters exclude each other with & and ~.'
     else:
-        which, fix = 'no label', f'Give it one: add a filter that takes it{rest}.'
-    raise errors.StructureError(f'The leaf at {str(path)!r} has {which}.\n{fix}')
+        problem, fix = 'no label', f'Give it one: add a filter that takes it{rest}.'
+    raise errors.StructureError(f'The leaf at {str(path)!r} has {problem}.\n{fix}')

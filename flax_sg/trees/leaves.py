@@ -28,11 +28,11 @@ from flax_sg.filters.unused import find_unused
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
-from flax_sg.trees.kinds import is_array as is_array
-from flax_sg.trees.kinds import is_differentiable as is_differentiable
-from flax_sg.trees.kinds import is_number as is_number
-from flax_sg.trees.kinds import is_variable
-from flax_sg.trees.kinds import is_whole as is_whole
+from flax_sg.trees.leaf_types import is_array as is_array
+from flax_sg.trees.leaf_types import is_differentiable as is_differentiable
+from flax_sg.trees.leaf_types import is_number as is_number
+from flax_sg.trees.leaf_types import is_variable
+from flax_sg.trees.leaf_types import is_whole as is_whole
 from flax_sg.trees.nnx_paths import path_at
 from flax_sg.trees.nnx_tied import each_once
 from flax_sg.trees.nnx_walks import Walk
@@ -63,18 +63,21 @@ class Leaves:
         self.values, self.treedef = jax.tree.flatten(self.tree, is_leaf=is_whole)
         self.outer = outer
 
-    # Most trees are put together again without being asked for their paths.
+    # Computed when it is asked for: most trees are put together again without paths.
     @functools.cached_property
     def paths(self) -> list[Path]:
         """The path of each leaf."""
         path_of = functools.partial(
             path_at, collections=bool(collections_of(self.tree)), outer=self.outer
         )
-        rows = _names_of(self.tree)
-        paths = [path_of(*of, x) for of, x in zip(rows, self.values, strict=True)]
+        names_of_leaves = _names_of(self.tree)
+        paths = [
+            path_of(*names, x)
+            for names, x in zip(names_of_leaves, self.values, strict=True)
+        ]
         if self._tied is not None:
             walk = Walk(self._tied, path_of, ties_outside=False)
-            for (names, inner), path in zip(rows, paths, strict=True):
+            for (names, inner), path in zip(names_of_leaves, paths, strict=True):
                 leaf = walk.ways.at((*names, *inner))
                 if leaf is not None:
                     is_box = is_variable(walk.leaves[leaf].value)
@@ -83,13 +86,13 @@ class Leaves:
 
     @functools.cached_property
     def key_paths(self) -> list[Keys]:
-        """The key path of each leaf, which tells leaves in one box apart."""
+        """The key path of each leaf. Leaves in one box have different ones."""
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=is_whole)
         return [keys for keys, _ in pairs]
 
     @property
     def form(self) -> Callable[[Iterable[Any]], Any]:
-        """Makes such a tree of other leaves; it keeps none of the leaves here."""
+        """A function that makes such a tree of other leaves; it keeps no leaf alive."""
         return functools.partial(_put_together, self.treedef, self._tie)
 
     def restore(self, values: Iterable[Any]) -> Any:
@@ -107,14 +110,14 @@ def _put_together(treedef: Any, tie: Callable[[Any], Any], values: Any) -> Any:
 def collections_of(tree: Any) -> Collection[str]:
     """The collections in a tree, if it is a dict of them as Flax's ``init`` returns it.
 
-    Other values, such as a count of steps, may stand beside them.
+    Other values, such as a count of steps, may be in the dict, too.
 
     >>> collections_of({'params': {'w': 1.0}, 'step': 3}), collections_of({'w': 1.0})
     (dict_keys(['params', 'step']), ())
     """
-    found = tree if isinstance(tree, Mapping) else {}
-    some = (found.get(name) for name in ('params', OVERWRITE_WITH_GRADIENT))
-    return found.keys() if any(isinstance(it, Mapping) for it in some) else ()
+    mapping = tree if isinstance(tree, Mapping) else {}
+    values = (mapping.get(name) for name in ('params', OVERWRITE_WITH_GRADIENT))
+    return mapping.keys() if any(isinstance(value, Mapping) for value in values) else ()
 
 
 def leaves_of(tree: Any) -> Leaves:
@@ -127,7 +130,7 @@ def arguments_of(
 ) -> dict[int, Leaves]:
     """Takes the arguments apart that hold parameters, by their position.
 
-    If these may be several, each path begins with the number of the argument.
+    If ``argnums`` is a sequence, each path begins with the position of the argument.
 
     >>> encoder, decoder = {'w': 1.0}, {'w': 2.0}
     >>> several = arguments_of((encoder, 'batch', decoder), (0, 2))
@@ -136,41 +139,41 @@ def arguments_of(
     >>> arguments_of((encoder, 'batch', decoder), 2)[2].paths
     ['w']
     """
-    numbers = argnums if isinstance(argnums, Sequence) else [argnums]
+    given_positions = argnums if isinstance(argnums, Sequence) else [argnums]
     try:
-        positions = [range(len(args))[n] for n in numbers]
+        positions = [range(len(args))[n] for n in given_positions]
     except (IndexError, TypeError):
         positions = []
-    if len({*positions}) == len(numbers):
-        several = numbers is argnums
-        return {n: Leaves(args[n], (str(n),) if several else ()) for n in positions}
+    if len({*positions}) == len(given_positions):
+        is_prefixed = given_positions is argnums
+        return {n: Leaves(args[n], (str(n),) if is_prefixed else ()) for n in positions}
     given: Any = argnums
     name = getattr(given, '__name__', None) or repr(given)
-    said = f'argnums={name}: expected different positions of {len(args)} arguments.'
+    message = f'argnums={name}: expected different positions of {len(args)} arguments.'
     with contextlib.suppress(errors.FilterTypeError):
-        filters.as_filter(given)  # It stands where wrt= was meant.
-        said += f'\nTo name leaves by path, write wrt=: sg.grad(fun, wrt={name}).'
-    raise errors.ArgumentTypeError(said)
+        filters.as_filter(given)  # The user meant wrt=.
+        message += f'\nTo name leaves by path, write wrt=: sg.grad(fun, wrt={name}).'
+    raise errors.ArgumentTypeError(message)
 
 
-def tree_before(where: str, tree: Any) -> Leaves:
+def tree_before(call: str, tree: Any) -> Leaves:
     """Takes a tree apart that comes before a filter; raises if the filter comes first.
 
     Args:
-        where: the call, as it is to be written.
+        call: the call, as it is to be written.
         tree: the tree.
     """
     if isinstance(tree, (str, re.Pattern, filters.Filter)):
         expected = 'tree: the tree comes first, then the filter'
         if isinstance(tree, Path):  # As optax calls the function of a mask.
             expected = 'tree: a function in place of a filter gets each path'
-            where = 'the filter itself, or a tree of bools'
-        raise wrong_argument(tree, expected, where)
+            call = 'the filter itself, or a tree of bools'
+        raise wrong_argument(tree, expected, call)
     if isinstance(tree, linen.Module):
         raise errors.ArgumentTypeError(
             f'{brief(tree)} is a module of linen, and its variables are not in it.\n'
             f'Write nn.Frozen(module, where), from flax_sg import linen as nn. Or give '
-            f'its parameters: {where}.'
+            f'its parameters: {call}.'
         )
     return leaves_of(tree)
 
@@ -180,14 +183,14 @@ def _names_of(tree: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
     def walk(node: Any, outer: tuple[str, ...]) -> None:
-        if type(node) is dict:  # As nearly all trees are made of.
+        if type(node) is dict:  # Nearly always.
             for key in sorted(node):
                 walk(node[key], (*outer, str(key)))
         elif is_array(node):
             out.append((outer, ()))
         else:
             for names, inner, box in names_in(node, is_whole):
-                # A box is one name for all that is in it.
+                # All leaves in a box have the path of the box.
                 count = len(jax.tree.leaves(box, is_leaf=is_whole))
                 out.extend([((*outer, *names), inner)] * count)
 
@@ -235,12 +238,12 @@ def selected(
     return out
 
 
-def whole(said: Sequence[Any], paths: Sequence[Path], what: str) -> list[bool]:
-    """What a filter says of leaves that cannot be split; raises if it means a part."""
-    for takes, path in zip(said, paths, strict=True):
-        if isinstance(takes, filters.Part):
-            raise of_a_part(path, what, takes)
-    return list(said)
+def whole(decisions: Sequence[Any], paths: Sequence[Path], whose: str) -> list[bool]:
+    """The decisions on leaves that cannot be split; raises if one is a part."""
+    for decision, path in zip(decisions, paths, strict=True):
+        if isinstance(decision, filters.Part):
+            raise of_a_part(path, whose, decision)
+    return list(decisions)
 
 
 def check_unused(unused: str) -> None:
@@ -290,19 +293,19 @@ def described(value: Any) -> str:
     return f'{brief(value)} of {", ".join(map(shown, leaves[:3])) or "nothing"}{more}'
 
 
-def misfit(path: Path, expected: str, found: str) -> errors.StructureError:
-    """A value does not fit the variable that it should be read in place of."""
+def misfit(path: Path, expected: str, actual: str) -> errors.StructureError:
+    """The error for a value that does not fit the variable it should replace."""
     return errors.StructureError(
         f'The value for {str(path)!r} of the collection {path.collection!r} does not '
-        f'fit.\nExpected: {expected}\nFound:    {found}'
+        f'fit.\nExpected: {expected}\nFound:    {actual}'
     )
 
 
-def no_value(path: Path, where: str) -> errors.StructureError:
+def no_value(path: Path, source: str) -> errors.StructureError:
     """The error for a selected variable that has no other value."""
     return errors.StructureError(
         f'There is no value for {str(path)!r} of the collection {path.collection!r} in '
-        f'{where}.\n'
+        f'{source}.\n'
         'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
         'its place for nn.mirror.',
     )

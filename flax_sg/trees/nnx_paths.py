@@ -1,6 +1,6 @@
-"""The paths by which what stands in a tree is reached.
+"""The paths by which the leaves of a tree with modules of NNX are reached.
 
-Modules of NNX may stand at several places, and hold modules that do.
+A module may stand at several places of the tree, and so may the modules in it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ Keys: TypeAlias = tuple[Any, ...]
 # The same as filters of flax_sg get it.
 Names: TypeAlias = tuple[str, ...]
 
-# How many more paths than places the modules and leaves of a tree may have.
-MOST = 10_000
+# How many more paths than places the modules and leaves of a tree may have: modules
+# that share modules, level by level, have paths without number.
+MOST_PATHS = 10_000
 
 
 class Ways:
-    """The paths of the leaves of a tree. It keeps numbers, and none of the leaves.
+    """The paths of the leaves of a tree. It has the ``id`` of nodes, and no node.
 
     Args:
-        root: the number of the tree.
-        inside: what is in each module or container: keys, and what they lead to. What
-            has nothing here is a leaf.
+        root: the tree.
+        inside: for each module or container the keys in it, and the nodes that they
+            lead to. All other nodes are leaves.
         path_of: makes the path that filters get: ``path_at``, of the first arguments.
 
     Attributes:
@@ -65,21 +66,21 @@ class Ways:
         """
         paths = {leaf: list[Keys]() for leaf in self.first}
         stack: list[tuple[Keys, int, frozenset[int]]] = [((), self._root, frozenset())]
-        left = MOST + sum(map(len, self._inside.values()))
+        left = MOST_PATHS + sum(map(len, self._inside.values()))
         while stack:
-            keys, node, around = stack.pop()
+            keys, node, outer = stack.pop()
             if (left := left - 1) < 0:
                 raise errors.FilterTypeError(
-                    f'Modules share modules so often that there are over {MOST:,} more '
-                    'paths than places.\n'
+                    'Modules share modules so often that there are over '
+                    f'{MOST_PATHS:,} more paths than places.\n'
                     'A filter is asked for each path of a weight.\n'
                     'Give the part of the model that is meant.'
                 )
             if node not in self._inside:
                 paths[node].append(keys)
-            elif node not in around:  # A module may hold the one around it.
+            elif node not in outer:  # A module may have its parent in it.
                 stack += [
-                    ((*keys, *more), child, around | {node})
+                    ((*keys, *more), child, outer | {node})
                     for more, child in reversed(self._inside[node])
                 ]
         return paths
@@ -108,7 +109,7 @@ class Ways:
         Args:
             path: the path.
             leaf: the leaf.
-            inner: how many of its last names lie within a value.
+            inner: how many of its last names lie within the value of a variable.
         """
         path.also = functools.partial(self._others, leaf, inner, path.array)
         return path

@@ -1,4 +1,4 @@
-"""What stands in modules again: tied Variables of NNX, and modules that are shared.
+"""Tied Variables of NNX and shared modules: what stands at several places of a tree.
 
 Weights are tied in modules. A Variable at two places of a State, a dict or a list is in
 no module there. It is two leaves, as for JAX and optax: a target network begins as
@@ -6,8 +6,8 @@ no module there. It is two leaves, as for JAX and optax: a target network begins
 
 JAX takes a module of NNX apart as a tree, and finds what stands at two places twice.
 Each copy would then get a verdict, a mask and an update of its own. Modules that share
-modules in levels have copies without number. In a module that holds the one around it
-JAX finds no end, and fails for good: later right programs raise, too. A module that was
+modules in levels have copies without number. In a module that has its parent in it JAX
+finds no end, and fails for good: later right programs raise, too. A module that was
 made with ``pytree=False`` is one leaf for JAX. ``nnx.split`` knows all that, but takes
 apart what is one leaf here, such as a ``NonDifferentiable``, and forgets the classes
 that ``sg.trainable`` declares. So a ``Walk`` marks all places but the first and opens
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from flax_sg.trees.kinds import is_module, is_variable
+from flax_sg.trees.leaf_types import is_module, is_variable
 from flax_sg.trees.levels import one_level
 from flax_sg.trees.nnx_walks import Leaf, Walk
 
@@ -35,16 +35,16 @@ class Again:
     """Stands where a Variable or a module stands again. It is a node without leaves.
 
     Attributes:
-        number: which of the Variables and modules it is, in the order in which JAX
+        index: which of the Variables and modules it is, in the order in which JAX
             meets them. It is a part of the structure: trees that are tied in other
             ways differ.
     """
 
-    number: int
+    index: int
 
 
 jax.tree_util.register_pytree_node(
-    Again, lambda again: ((), again.number), lambda number, _: Again(number)
+    Again, lambda again: ((), again.index), lambda index, _: Again(index)
 )
 
 
@@ -70,7 +70,7 @@ class Static:
 
     def __init__(self, module: Any, data: Iterable[str]) -> None:
         self.cls = type(module)
-        # In the order of the module, with nothing in the place of what is data.
+        # In the order of the module, with None for each attribute that is data.
         self.attributes: dict[str, Any] = vars(module) | dict.fromkeys(data)
         self._data = frozenset(data)
 
@@ -135,14 +135,14 @@ def each_once(tree: T) -> tuple[T, Callable[[Any], Any]]:
 
 def _marked(walk: Walk) -> Any:
     """The tree of a walk, with marks in it."""
-    numbers = dict[int, int]()
+    indices = dict[int, int]()
 
     def mark(node: Any, is_in_module: bool) -> Any:
-        if id(node) in numbers:
-            return Again(numbers[id(node)])
+        if id(node) in indices:
+            return Again(indices[id(node)])
         is_leaf = type(node) is Leaf
         if (is_in_module and is_leaf and is_variable(node.value)) or is_module(node):
-            numbers[id(node)] = len(numbers)
+            indices[id(node)] = len(indices)
         return node.value if is_leaf else opened(node)
 
     def opened(node: Any) -> Any:
@@ -161,14 +161,14 @@ def _tied(tree: Any) -> Any:
 
     Modules and Variables are counted in the same order as ``_marked`` does it.
     """
-    known = list[Any]()
+    met = list[Any]()
 
     def tie(node: Any, is_in_module: bool) -> Any:
         if isinstance(node, Again):
-            return known[node.number]
+            return met[node.index]
         made = object.__new__(node.module.cls) if isinstance(node, Opened) else node
         if is_in_module or not is_variable(made):
-            known.append(made)
+            met.append(made)
         if isinstance(node, Opened):
             data = {name: tie_in(child, True) for name, child in node.items()}
             vars(made).update(node.module.attributes | data)
@@ -180,9 +180,9 @@ def _tied(tree: Any) -> Any:
 
     def tie_in(tree: Any, is_in_module: bool) -> Any:
         """Ties all that JAX finds in a tree, down to the next modules."""
-        outer, around = jax.tree.flatten(tree, is_leaf=_is_marked)
-        tied = [tie(x, is_in_module) if _is_marked(x) else x for x in outer]
-        return around.unflatten(tied)
+        nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_marked)
+        tied = [tie(x, is_in_module) if _is_marked(x) else x for x in nodes]
+        return treedef.unflatten(tied)
 
     return tie_in(tree, False)
 
@@ -192,7 +192,7 @@ def _as_it_is(tree: Any) -> Any:
 
 
 def _has_places(node: Any) -> bool:
-    """Whether it counts at how many places something stands."""
+    """Whether a node may be shared: it is a module or a Variable."""
     return is_module(node) or is_variable(node)
 
 

@@ -1,7 +1,7 @@
 """A tree with modules of NNX in it, taken apart: each module once.
 
-JAX alone unties what stands at two places, and never ends if a module holds the one
-around it. Modules that share modules, level by level, have paths without number. So
+JAX alone unties what stands at two places, and never ends if a module has its parent in
+it. Modules that share modules, level by level, have paths without number. So
 JAX takes each module apart by itself, down to the next modules and Variables.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from flax_sg.filters.paths import Path
-from flax_sg.trees.kinds import is_array, is_module, is_variable, is_whole
+from flax_sg.trees.leaf_types import is_array, is_module, is_variable, is_whole
 from flax_sg.trees.nnx_paths import Keys, Names, Ways, path_at
 
 
@@ -52,13 +52,13 @@ class Walk:
     Attributes:
         tree: the tree.
         modules: the modules in it, by ``id``.
-        parts: each module and each container around modules, by ``id``: the keys that
-            lead to each child, the children, which are modules and leaves, and what
-            puts them together again.
+        parts: each module, and each container with modules in it, by ``id``: the keys
+            of its children, the children, which are modules and leaves, and the treedef
+            that puts them together again.
         ways: the paths, by the ``id`` of the leaves.
         leaves: each leaf once, by its ``id``, in the order of JAX.
         is_tree: whether nothing stands at two places.
-        unknown: those of the modules that JAX does not know, by ``id``.
+        unknown: the modules that JAX does not take apart, by ``id``.
     """
 
     def __init__(
@@ -72,25 +72,25 @@ class Walk:
         self.unknown = set[int]()
         self.parts = dict[int, tuple[list[Keys], list[Any], Any]]()
         self._variables = dict[int, Leaf]()
-        inside, known = dict[int, list[tuple[Keys, int]]](), dict[int, Leaf]()
-        found = [tree]
-        for node in found:
+        inside, leaves = dict[int, list[tuple[Keys, int]]](), dict[int, Leaf]()
+        nodes = [tree]
+        for node in nodes:
             if id(node) in inside:
                 continue
             keys, children, _ = self.parts[id(node)] = self._apart(node)
             inside[id(node)] = [*zip(keys, map(id, children), strict=True)]
             for child in children:
                 if type(child) is Leaf:
-                    known[id(child)] = child
+                    leaves[id(child)] = child
                 else:
-                    found.append(child)
+                    nodes.append(child)
         self.ways = Ways(id(tree), inside, path_of)
-        self.leaves = {number: known[number] for number in self.ways.first}
-        for number, keys in self.ways.first.items():
-            known[number].keys = keys
-        # Each but the tree itself stands somewhere.
+        self.leaves = {leaf: leaves[leaf] for leaf in self.ways.first}
+        for leaf, keys in self.ways.first.items():
+            leaves[leaf].keys = keys
+        # Each node but the tree stands at one place at least.
         places = sum(map(len, inside.values()))
-        self.is_tree = len(inside) + len(known) == places + 1
+        self.is_tree = len(inside) + len(leaves) == places + 1
 
     def paths_of(self, leaf: Leaf) -> list[Path]:
         """A path for each array in a leaf, or one if there is none.
@@ -105,7 +105,7 @@ class Walk:
     def _apart(self, node: Any) -> tuple[list[Keys], list[Any], Any]:
         from flax import nnx  # Models of linen do not wait for it.
 
-        known, is_root = self._variables, iter([True])
+        variables, is_root = self._variables, iter([True])
         modules = set[int]()
 
         is_in_module = isinstance(node, nnx.Pytree)
@@ -113,10 +113,10 @@ class Walk:
 
         def is_leaf(x: Any) -> bool:
             if isinstance(x, nnx.Variable):
-                if is_tying and id(x) not in known:
-                    known[id(x)] = Leaf(x)
+                if is_tying and id(x) not in variables:
+                    variables[id(x)] = Leaf(x)
                 return True
-            # JAX asks for the node first, and a module may hold itself.
+            # JAX asks for the node first, and a module may have itself in it.
             if not next(is_root, False) and isinstance(x, nnx.Pytree):
                 modules.add(id(x))
                 return True
@@ -130,9 +130,9 @@ class Walk:
                 self.unknown.add(id(node))
                 data = {name: x for name, x in vars(node).items() if _is_data(x)}
         pairs, treedef = jax.tree_util.tree_flatten_with_path(data, is_leaf=is_leaf)
-        keys = [tuple(_OF_KEYS.get(type(x), str)(x) for x in of) for of, _ in pairs]
+        keys = [tuple(_OF_KEYS.get(type(x), str)(x) for x in path) for path, _ in pairs]
         children = [
-            x if id(x) in modules else (is_tying and known.get(id(x))) or Leaf(x)
+            x if id(x) in modules else (is_tying and variables.get(id(x))) or Leaf(x)
             for _, x in pairs
         ]
         return keys, children, treedef
@@ -148,7 +148,7 @@ def _is_data(value: Any) -> bool:
     return any(is_leaf(x) or is_array(x) for x in leaves)
 
 
-# What Flax has for each kind of key in a key path of JAX.
+# The key that Flax has in a path for each type of key in a key path of JAX.
 _OF_KEYS: dict[type, Callable[[Any], Any]] = {
     jax.tree_util.GetAttrKey: operator.attrgetter('name'),
     jax.tree_util.SequenceKey: operator.attrgetter('idx'),

@@ -53,7 +53,7 @@ class _Static:
 
 @dataclasses.dataclass(frozen=True)
 class _Encoding:
-    """How a number or an array of numbers is written as floats.
+    """How a number or an array of numbers is stored as floats.
 
     Attributes:
         dtype: the type of the value; of its key data, if it is a key.
@@ -72,7 +72,10 @@ class _Encoding:
 
     @property
     def witness(self) -> bool:
-        """Whether there is one. A bool has none: decay keeps zero zero."""
+        """Whether a witness is stored.
+
+        A bool needs none: weight decay keeps 0, and any other number is True.
+        """
         return self.dtype != jnp.bool_
 
     @property
@@ -83,7 +86,7 @@ class _Encoding:
 
 
 def _encoding_of(leaf: Any) -> _Encoding | _Static:
-    """How a leaf of a value is written."""
+    """How a leaf of a value is stored."""
     if isinstance(leaf, (bool, int, float, complex)):
         return _Encoding(jnp.result_type(leaf), weak=not isinstance(leaf, bool))
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
@@ -97,54 +100,54 @@ def _encoding_of(leaf: Any) -> _Encoding | _Static:
     return _Encoding(jax.dtypes.canonicalize_dtype(leaf.dtype), weak)
 
 
-def _encode(leaf: Any, how: _Encoding) -> list[Any]:
+def _encode(leaf: Any, encoding: _Encoding) -> list[Any]:
     """The pieces of a leaf, and its witness."""
-    # Not to be staged out, in a trace, if it need not be.
+    # In a trace, operations of jnp are staged out. Those of numpy run here.
     like: Any = jnp if isinstance(leaf, jax.Array) else np
-    if how.is_float:
+    if encoding.is_float:
         is_number = isinstance(leaf, (float, complex))
         return [leaf, 1.0 if is_number else like.ones_like(leaf)]
-    if how.key is not None:
+    if encoding.key is not None:
         leaf = jax.random.key_data(leaf)
-    bits = like.asarray(leaf, how.dtype)
-    if how.pieces > 1:
+    bits = like.asarray(leaf, encoding.dtype)
+    if encoding.pieces > 1:
         halves = bits.reshape(*bits.shape, 1).view(_PIECE)
-        pieces = [halves[..., number] for number in range(how.pieces)]
+        pieces = [halves[..., n] for n in range(encoding.pieces)]
     else:
         pieces = [bits]
     # numpy makes scalars of arrays without axes; checkpoints take arrays only.
     arrays = [like.asarray(piece.astype(np.float32)) for piece in pieces]
-    return [*arrays, like.ones_like(arrays[0])] if how.witness else arrays
+    return [*arrays, like.ones_like(arrays[0])] if encoding.witness else arrays
 
 
-def _decode(arrays: list[Any], how: _Encoding) -> Any:
-    """The value of some pieces, refused where the witness is no longer one.
+def _decode(arrays: list[Any], encoding: _Encoding) -> Any:
+    """The value of some pieces, refused where the witness is no longer 1.
 
     No gradient flows. A refused value is NaN, or the integer farthest from zero. A
     witness of zero belongs to a gradient.
     """
     arrays = [jax.lax.stop_gradient(jnp.asarray(array)) for array in arrays]
-    if not how.witness:
+    if not encoding.witness:
         return arrays[0] != 0
     *pieces, witness = arrays
-    if how.is_float:
+    if encoding.is_float:
         value, refused = pieces[0], jnp.nan
     else:
-        refused = jnp.iinfo(how.dtype).min or jnp.iinfo(how.dtype).max
-        if how.pieces == 1:
-            value = pieces[0].astype(how.dtype)
+        refused = jnp.iinfo(encoding.dtype).min or jnp.iinfo(encoding.dtype).max
+        if encoding.pieces == 1:
+            value = pieces[0].astype(encoding.dtype)
         else:
             # No bit cast: JAX cannot batch one over the last axis.
-            unsigned = np.dtype(f'u{np.dtype(how.dtype).itemsize}')
+            unsigned = np.dtype(f'u{np.dtype(encoding.dtype).itemsize}')
             bits = jnp.zeros(pieces[0].shape, unsigned)
             for piece in reversed(pieces):
                 bits = bits << unsigned.type(16) | piece.astype(unsigned)
-            value = bits.astype(how.dtype)
-    kept = (witness == 1) | (witness == 0)
-    value = jnp.where(kept, value, jnp.full(value.shape, refused, value.dtype))
-    if how.key is not None:
-        return jax.random.wrap_key_data(value, impl=how.key)
-    return tracing.as_weak(value) if how.weak else value
+            value = bits.astype(encoding.dtype)
+    is_intact = (witness == 1) | (witness == 0)
+    value = jnp.where(is_intact, value, jnp.full(value.shape, refused, value.dtype))
+    if encoding.key is not None:
+        return jax.random.wrap_key_data(value, impl=encoding.key)
+    return tracing.as_weak(value) if encoding.weak else value
 
 
 def value_of(x: Any) -> Any:
@@ -196,11 +199,11 @@ class NonDifferentiable(operators(value_of)):
         would compile again for each new one, and could hold no tracer (jax#2912).
     """
 
-    __slots__ = ('_arrays', '_held', '_structure')
+    __slots__ = ('_arrays', '_given', '_structure')
     __array_priority__ = 100
 
     def __init__(self, value: Any) -> None:
-        self._held = value_of(value)
+        self._given = value_of(value)
         self._arrays: list[Any] | None = None
         self._structure: Any = None
 
@@ -208,28 +211,28 @@ class NonDifferentiable(operators(value_of)):
     def value(self) -> Any:
         """The value, through which no gradient flows."""
         if self._arrays is None:
-            return jax.tree.map(_stopped, self._held)
-        treedef, kinds = self._structure
+            return jax.tree.map(_stopped, self._given)
+        treedef, encodings = self._structure
         arrays = iter(self._arrays)
-        return treedef.unflatten([_decoded(kind, arrays) for kind in kinds])
+        return treedef.unflatten([_decoded(encoding, arrays) for encoding in encodings])
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
         """The value as floats."""
         if self._arrays is not None:
             return self._arrays, self._structure
-        leaves, treedef = jax.tree.flatten(self._held)
-        kinds = tuple(map(_encoding_of, leaves))
+        leaves, treedef = jax.tree.flatten(self._given)
+        encodings = tuple(map(_encoding_of, leaves))
         arrays: list[Any] = []
-        for leaf, kind in zip(leaves, kinds, strict=True):
-            if isinstance(kind, _Encoding):
-                arrays.extend(_encode(leaf, kind))
-        return arrays, (treedef, kinds)
+        for leaf, encoding in zip(leaves, encodings, strict=True):
+            if isinstance(encoding, _Encoding):
+                arrays.extend(_encode(leaf, encoding))
+        return arrays, (treedef, encodings)
 
     @classmethod
     def tree_unflatten(cls, structure: Any, arrays: Any) -> NonDifferentiable:
-        """Any children will do; what they mean is asked when the value is read."""
+        """Takes any children, as JAX gives; the value is made when it is read."""
         self = object.__new__(cls)
-        self._held = None
+        self._given = None
         self._arrays = list(arrays)
         self._structure = structure
         return self
@@ -237,7 +240,7 @@ class NonDifferentiable(operators(value_of)):
     def __repr__(self) -> str:
         try:
             return f'NonDifferentiable({self.value!r})'
-        except Exception:  # Of a tree that holds something else: shapes, shardings.
+        except Exception:  # A tree may have shapes or shardings in its place.
             return f'NonDifferentiable(<{self._arrays!r}>)'
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
@@ -247,7 +250,7 @@ class NonDifferentiable(operators(value_of)):
         return jnp.asarray(self.value)
 
     def __getattr__(self, name: str) -> Any:
-        # Not for what Python asks objects for, while they are copied for instance.
+        # Python asks for these while it copies an object, which has no value yet.
         if name.startswith('__') or name in NonDifferentiable.__slots__:
             raise AttributeError(name)
         return getattr(self.value, name)
@@ -257,32 +260,32 @@ class NonDifferentiable(operators(value_of)):
         return self.value(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
-        several = isinstance(index, tuple)
-        return self.value[tuple(map(value_of, index)) if several else value_of(index)]
+        is_tuple = isinstance(index, tuple)
+        return self.value[tuple(map(value_of, index)) if is_tuple else value_of(index)]
 
 
 def _stopped(leaf: Any) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-def _decoded(kind: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
-    if isinstance(kind, _Static):
-        return kind.value
-    mine = [next(arrays) for _ in range(kind.pieces + kind.witness)]
-    if isinstance(mine[0], jax.ShapeDtypeStruct):
-        return jax.eval_shape(lambda *pieces: _decode([*pieces], kind), *mine)
-    if kind.witness and not kind.is_float:
-        found = jnp.result_type(mine[0])
-        if not jnp.can_cast(jnp.float32, found):  # Of float16 and bfloat16.
+def _decoded(encoding: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
+    if isinstance(encoding, _Static):
+        return encoding.value
+    pieces = [next(arrays) for _ in range(encoding.pieces + encoding.witness)]
+    if isinstance(pieces[0], jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda *pieces: _decode([*pieces], encoding), *pieces)
+    if encoding.witness and not encoding.is_float:
+        dtype = jnp.result_type(pieces[0])
+        if not jnp.can_cast(jnp.float32, dtype):  # It is float16 or bfloat16.
             raise errors.ArgumentValueError(
-                f'A NonDifferentiable of {np.dtype(kind.dtype)} was cast to {found}, '
-                'which cannot hold it: it is stored as float32.\n'
+                f'A NonDifferentiable of {np.dtype(encoding.dtype)} was cast to '
+                f'{dtype}, which cannot hold it: it is stored as float32.\n'
                 'Cast the other leaves alone: jax.tree.map(cast, tree, '
                 'is_leaf=lambda x: isinstance(x, sg.NonDifferentiable)), where cast '
                 'returns these as they are.'
             )
-    if kind.witness and not isinstance(mine[-1], tracing.Tracer):
-        witness = np.asarray(mine[-1])
+    if encoding.witness and not isinstance(pieces[-1], tracing.Tracer):
+        witness = np.asarray(pieces[-1])
         changed = witness[(witness != 1) & (witness != 0)]
         if changed.size:
             raise errors.ArgumentValueError(
@@ -291,17 +294,17 @@ def _decoded(kind: _Encoding | _Static, arrays: Iterator[Any]) -> Any:
                 'Weight decay, averaging and scaling change parameters without a '
                 'gradient.\nWrap the optimizer: sg.freeze(tx).'
             )
-    return _decode(mine, kind)
+    return _decode(pieces, encoding)
 
 
 def _to_state_dict(x: NonDifferentiable) -> dict[str, Any]:
-    return {str(number): leaf for number, leaf in enumerate(x.tree_flatten()[0])}
+    return {str(n): leaf for n, leaf in enumerate(x.tree_flatten()[0])}
 
 
 def _from_state_dict(x: NonDifferentiable, state: dict[str, Any]) -> NonDifferentiable:
-    arrays, structure = x.tree_flatten()
-    found = [state[str(number)] for number in range(len(arrays))]
-    return NonDifferentiable.tree_unflatten(structure, found)
+    old, structure = x.tree_flatten()
+    arrays = [state[str(n)] for n in range(len(old))]
+    return NonDifferentiable.tree_unflatten(structure, arrays)
 
 
 serialization.register_serialization_state(

@@ -27,11 +27,12 @@ def operators(value_of: Callable[[Any], Any]) -> Any:
     (6, 7, 3.0, True)
 
     Args:
-        value_of: called with each operand. It returns what is no instance as it is.
+        value_of: called with each operand. It returns operands of other classes as
+            they are.
     """
 
     def method(name: str) -> Callable[..., Any]:
-        # Builtins first: a module has a ``__hash__`` and a ``__str__`` of its own.
+        # Builtins first: ``operator.__hash__`` is that of the module ``operator``.
         fn = getattr(builtins, name, None) or getattr(operator, f'__{name}__')
         return lambda self, *others: fn(value_of(self), *map(value_of, others))
 

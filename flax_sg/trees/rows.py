@@ -40,20 +40,20 @@ class Choice:
     @functools.cached_property
     def index(self) -> tuple[Any, ...]:
         """The indices of each axis; of one axis a slice if they are neighbours."""
-        found = np.nonzero(self.chosen)
-        if not found[0].size:
-            return found
-        start, stop = int(found[0][0]), int(found[0][-1]) + 1
-        if len(found) == 1 and stop - start == found[0].size:
+        indices = np.nonzero(self.chosen)
+        if not indices[0].size:
+            return indices
+        start, stop = int(indices[0][0]), int(indices[0][-1]) + 1
+        if len(indices) == 1 and stop - start == indices[0].size:
             return (slice(start, stop),)
-        return found
+        return indices
 
     def cut(self, array: Any, axes: int) -> Any:
-        """The chosen rows of an array; all of what has no rows.
+        """The chosen rows of an array; the array itself if it has no such rows.
 
         Args:
-            array: what belongs to a parameter.
-            axes: how many axes the parameter has; there may be others in front.
+            array: a value of a parameter, such as its gradient.
+            axes: how many axes the parameter has. The array may have more in front.
         """
         front = np.ndim(array) - axes
         if front < 0 or np.shape(array)[front:][: len(self.sizes)] != self.sizes:
@@ -64,7 +64,7 @@ class Choice:
         return array[index]
 
     def put(self, rows: Any, shape: tuple[int, ...], rest: Any) -> Any:
-        """An array of a shape, with a number around rows.
+        """An array of a shape, with these rows in it, and a number elsewhere.
 
         >>> first = Choice(bytes([1, 0, 0]), (3,))
         >>> first.put(jnp.ones((1, 2)), (3, 2), -0.0).tolist()
@@ -74,22 +74,22 @@ class Choice:
         return jnp.full(shape, rest, rows.dtype).at[self.index].set(rows)
 
 
-def choice_of(takes: Any, array: Any, path: str) -> Choice | None:
+def choice_of(decision: Any, array: Any, path: str) -> Choice | None:
     r"""The rows that a filter means, if it means whole rows of an array by an index.
 
     >>> import flax_sg as sg
-    >>> takes = sg.at(True, np.s_[1:3])(sg.Path('w'))
-    >>> choice_of(takes, jnp.ones((4, 2)), 'w')
+    >>> decision = sg.at(True, np.s_[1:3])(sg.Path('w'))
+    >>> choice_of(decision, jnp.ones((4, 2)), 'w')
     Choice(mask=b'\x00\x01\x01\x00', sizes=(4,))
 
     Args:
-        takes: what the filter says.
+        decision: what the filter says.
         array: the array.
         path: where it is, for an error.
     """
-    if not isinstance(takes, filters.Part) or takes.is_mask:
+    if not isinstance(decision, filters.Part) or decision.is_mask:
         return None
-    mask = takes.mask(np.shape(array), path)
+    mask = decision.mask(np.shape(array), path)
     axes = max([1, *(n for n, size in enumerate(mask.shape, start=1) if size > 1)])
     sizes = np.shape(array)[:axes]
     are_elements = 1 < axes == mask.ndim
@@ -149,58 +149,59 @@ class Rest:
         return f'<{count} of {np.size(self.array)} elements>'
 
 
-def halves(takes: filters.Part, array: Any, path: str) -> tuple[Any, Rest]:
+def halves(decision: filters.Part, array: Any, path: str) -> tuple[Any, Rest]:
     """The elements of an array that a filter means, and the rest.
 
     Whole rows stay rows; other elements are an array of one axis.
 
     >>> import flax_sg as sg
-    >>> takes = filters.as_filter(np.array([True, False, True]))(sg.Path(''))
-    >>> part, rest = halves(takes, jnp.array([1.0, 2.0, 3.0]), '')
+    >>> decision = filters.as_filter(np.array([True, False, True]))(sg.Path(''))
+    >>> part, rest = halves(decision, jnp.array([1.0, 2.0, 3.0]), '')
     >>> part.tolist(), rest, rest.with_part(-part).tolist()
     ([1.0, 3.0], <1 of 3 elements>, [-1.0, 2.0, -3.0])
 
     Args:
-        takes: what the filter says.
+        decision: what the filter says.
         array: the array.
         path: where it is, for an error.
     """
     shape = np.shape(array)
-    choice = choice_of(takes, array, path)
+    choice = choice_of(decision, array, path)
     if choice is None:
-        mask = np.broadcast_to(takes.mask(shape, path), shape)
+        mask = np.broadcast_to(decision.mask(shape, path), shape)
         choice = Choice(mask.tobytes(), shape)
     return choice.cut(array, len(shape)), Rest(array, choice)
 
 
-# Of what is trained of an array: a bool, a ``Choice`` of rows, another ``Part``.
+# The functions below are told what an optimizer trains of an array: by a bool, a
+# ``Choice`` of rows, or another ``Part``.
 
 
-def mask_of(takes: Any, shape: tuple[int, ...], path: str) -> Any:
+def mask_of(trained: Any, shape: tuple[int, ...], path: str) -> Any:
     """Which elements have a state; of length 1 in axes where all elements are alike.
 
-    While a traced condition freezes an array, its moments are kept, so it has one.
+    An array that a traced condition freezes has one: it is trained again later.
     """
-    if isinstance(takes, filters.Part):
-        takes = takes.is_conditional or takes.mask(shape, path)
-    chosen = takes.chosen if isinstance(takes, Choice) else np.array(takes, bool)
+    if isinstance(trained, filters.Part):
+        trained = trained.is_conditional or trained.mask(shape, path)
+    chosen = trained.chosen if isinstance(trained, Choice) else np.array(trained, bool)
     return chosen.reshape(chosen.shape + (1,) * (len(shape) - chosen.ndim))
 
 
-def shape_of_part(takes: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_of_part(trained: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array as an optimizer sees it."""
-    if not isinstance(takes, Choice):
+    if not isinstance(trained, Choice):
         return shape
-    return (sum(takes.mask), *shape[len(takes.sizes) :])
+    return (sum(trained.mask), *shape[len(trained.sizes) :])
 
 
-def whole_of(takes: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """What an optimizer has for an array, in the shape of the array."""
-    return takes.put(array, shape, 0) if isinstance(takes, Choice) else array
+def whole_of(trained: Any, array: Any, shape: tuple[int, ...]) -> Any:
+    """A value of an optimizer for an array, in the shape of the whole array."""
+    return trained.put(array, shape, 0) if isinstance(trained, Choice) else array
 
 
-def is_cut(its: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def is_cut(part: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether an array of one shape may be some rows of an array of another."""
-    front = len(shape) - len(its) + 1
-    rest = 0 < len(its) <= len(shape) and its[1:] == shape[front:]
-    return rest and its[0] < math.prod(shape[:front])
+    front = len(shape) - len(part) + 1
+    is_like = 0 < len(part) <= len(shape) and part[1:] == shape[front:]
+    return is_like and part[0] < math.prod(shape[:front])

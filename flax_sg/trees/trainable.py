@@ -90,7 +90,8 @@ def trainable(*fields: str) -> Callable[[T], T]:
         ``Flux.trainable`` and the fields of ``Functors.functor`` draw the same line.
     """
     names: tuple[Any, ...] = fields
-    if not all(isinstance(name, str) for name in names):  # The class, or a list.
+    # It may have been given the class, or a list of names.
+    if not all(isinstance(name, str) for name in names):
         raise errors.ArgumentTypeError(
             f'trainable() got {", ".join(map(brief, fields))}, and takes names of '
             "fields.\nWrite @sg.trainable('kernel', ...) above a pytree class."
@@ -104,8 +105,8 @@ def trainable(*fields: str) -> Callable[[T], T]:
 
 
 def _fields_of(cls: type) -> frozenset[str] | None:
-    found = getattr(cls, _FIELDS, None)
-    return frozenset() if found is None and _is_state(cls) else found
+    fields = getattr(cls, _FIELDS, None)
+    return frozenset() if fields is None and _is_state(cls) else fields
 
 
 def _is_state(cls: type) -> bool:
@@ -114,10 +115,10 @@ def _is_state(cls: type) -> bool:
 
 def states(tree: Any) -> list[bool]:
     """For each leaf whether it is in a Variable of NNX that is no Param."""
-    return [cls is not None and _is_state(cls) for cls in kinds_of(tree)]
+    return [cls is not None and _is_state(cls) for cls in variable_types(tree)]
 
 
-def kinds_of(tree: Any) -> list[type | None]:
+def variable_types(tree: Any) -> list[type | None]:
     """For each leaf the class of the Variable of NNX that it is in, if there is one."""
 
     def is_variable(node: Any) -> bool:
@@ -157,7 +158,7 @@ def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
         )
     out: list[bool] = []
     for name, (_, child) in zip(names, children, strict=True):
-        out.extend(took and name in fields for took in declared(child))
+        out.extend(is_trained and name in fields for is_trained in declared(child))
     return out
 
 
@@ -179,7 +180,8 @@ def chosen(
 
     Raises:
         UnusedFilterError: if a part of the filter matches nothing.
-        ArgumentTypeError: if what one selects can nowhere be differentiated.
+        ArgumentTypeError: if a part of the filter selects nothing that can be
+            differentiated.
     """
     check_unused(unused)
     if isinstance(where, Declared):
@@ -190,10 +192,10 @@ def chosen(
         _check_differentiable([row for tree in trees for row in tree], where)
     return [
         [
-            is_differentiable(leaf) and (take or overwritten(path))
-            for take, (path, leaf) in zip(takes, tree, strict=True)
+            is_differentiable(leaf) and (decision or overwritten(path))
+            for decision, (path, leaf) in zip(decisions, tree, strict=True)
         ]
-        for tree, takes in zip(trees, meant, strict=True)
+        for tree, decisions in zip(trees, meant, strict=True)
     ]
 
 
@@ -205,22 +207,22 @@ def overwritten(path: Path) -> bool:
 def _check_differentiable(
     leaves: Sequence[tuple[Path, Any]], where: filters.Filter
 ) -> None:
-    # What is absent may have had a gradient.
+    # A leaf that is absent may have had a gradient: its filter is no mistake.
     may_have = [is_absent(leaf) or is_differentiable(leaf) for _, leaf in leaves]
     fixed = [row for row, may in zip(leaves, may_have, strict=True) if not may]
     for part in where.parts if isinstance(where, filters.Or) else (where,):
-        taken = {path: leaf for path, leaf in fixed if part(path)}
+        meant = {path: leaf for path, leaf in fixed if part(path)}
         others = (path for path, _ in itertools.compress(leaves, may_have))
-        if taken and not (isinstance(part, filters.Constant) or any(map(part, others))):
-            raise not_differentiable(part, taken)
+        if meant and not (isinstance(part, filters.Constant) or any(map(part, others))):
+            raise not_differentiable(part, meant)
 
 
 def not_differentiable(
     where: object, leaves: Mapping[Any, Any]
 ) -> errors.ArgumentTypeError:
-    """What was selected by name cannot be differentiated."""
-    found = [f'{str(path)!r} ({shown(leaf)})' for path, leaf in leaves.items()]
-    some = ', '.join(found[:3] + ['...'] * (len(found) > 3))
+    """The error for a filter that names only what cannot be differentiated."""
+    texts = [f'{str(path)!r} ({shown(leaf)})' for path, leaf in leaves.items()]
+    some = ', '.join(texts[:3] + ['...'] * (len(texts) > 3))
     return errors.ArgumentTypeError(
         f'{where!r} selects only what cannot be differentiated: {some}.\n'
         'Select real or complex leaves; True takes those and no others.'

@@ -28,7 +28,7 @@ def is_differentiable(leaf: Any) -> bool:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number, or an array of numbers or bools: there are zeros."""
+    """Whether a leaf is a number, or an array of numbers or bools: it has a zero."""
     if is_array(leaf):
         return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
     return isinstance(leaf, (bool, int, float, complex))
@@ -40,13 +40,13 @@ _array_classes: set[type] = set()
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array or a tracer, or stands for one."""
-    # The class is looked up: ``isinstance`` asks each jax.Array what it is.
+    # Classes are remembered: ``isinstance`` takes long for a jax.Array.
     if type(leaf) in _array_classes:
         return True
-    found = isinstance(leaf, _ARRAYS)
-    if found and not isinstance(leaf, tracing.Tracer):
+    is_instance = isinstance(leaf, _ARRAYS)
+    if is_instance and not isinstance(leaf, tracing.Tracer):
         _array_classes.add(type(leaf))
-    return found
+    return is_instance
 
 
 @functools.lru_cache(256)
@@ -55,7 +55,7 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def is_whole(node: Any) -> bool:
-    """Whether something is one leaf here, whatever is in it."""
+    """Whether a node counts as one leaf, whatever is in it."""
     return isinstance(node, (Absent, NonDifferentiable, Rest))
 
 

@@ -13,8 +13,8 @@ from jax import export
 
 import flax_sg as sg
 from flax_sg import errors
-from flax_sg.trees.beside import beside
 from flax_sg.trees.leaves import leaves_of
+from flax_sg.trees.matching import gradient_of_each
 from tests.helpers import oracle
 
 pytestmark = pytest.mark.every_case
@@ -28,7 +28,7 @@ W, B, H = jnp.full(2, 5.0), jnp.full(1, 6.0), jnp.full(3, 7.0)
 ABSENT = sg.ABSENT
 FULL: Any = {'m': {'w': W, 'b': B}, 'n': None, 'h': [H]}
 # What belongs to the parameters, and what it has at 'h/0', 'm/b' and 'm/w'.
-BESIDE: dict[str, tuple[Any, list[Any]]] = {
+GRADIENTS: dict[str, tuple[Any, list[Any]]] = {
     'full': (FULL, [H, B, W]),
     'with ABSENT': ({**FULL, 'm': {'w': ABSENT, 'b': B}}, [H, B, ABSENT]),
     'with None': ({**FULL, 'm': {'w': W, 'b': None}}, [H, ABSENT, W]),
@@ -41,19 +41,19 @@ BESIDE: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize('name', BESIDE)
+@pytest.mark.parametrize('name', GRADIENTS)
 def test_full_and_pruned_trees(name):
-    tree, expected = BESIDE[name]
+    tree, expected = GRADIENTS[name]
     needed = [value is not ABSENT for value in expected]
-    found = beside(leaves_of(PARAMS), tree, needed)
+    found = gradient_of_each(leaves_of(PARAMS), tree, needed)
     assert all(a is b for a, b in zip(found, expected, strict=True))
 
 
 def test_only_what_is_needed_is_checked():
     tree = {**FULL, 'm': {'w': {}, 'b': B}}
-    beside(leaves_of(PARAMS), tree, needed=[True, True, False])
+    gradient_of_each(leaves_of(PARAMS), tree, needed=[True, True, False])
     with pytest.raises(errors.StructureError, match="has a dict at 'm/w'"):
-        beside(leaves_of(PARAMS), tree, needed=[False, False, True])
+        gradient_of_each(leaves_of(PARAMS), tree, needed=[False, False, True])
 
 
 def test_boxes_on_one_side():

@@ -1,6 +1,6 @@
-"""Trees that belong to another one: gradients, updates and tangents of parameters.
+"""Trees that have to match another one, as gradients match their parameters.
 
-Such a tree is checked here, once, where it enters; what reads it then trusts it.
+A gradient is checked here, when the user gives it. Later code relies on its form.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, lea
 from flax_sg.trees.nnx_tied import each_once
 
 
-def beside(
+def gradient_of_each(
     leaves: Leaves,
     tree: Any,
     needed: Sequence[Any],
     spared: Callable[[], Collection[Any]] = tuple,
 ) -> list[Any]:
-    """Checks a gradient of some parameters, which may lack some of them.
+    """The gradient of each parameter, from a tree that may lack some of them.
 
     ``ABSENT``, None and ``optax.MaskedNode`` may stand in place of each leaf.
 
     Args:
         leaves: the parameters.
         tree: the gradient.
-        needed: the leaves at which it has to have a value.
-        spared: returns the places of leaves at which it may lack one all the same.
-            It is called if something is missing. By default it may lack none.
+        needed: for each leaf whether the tree has to have a value there.
+        spared: returns the places of leaves at which the tree may lack one all the
+            same. It is called if a value is missing. By default there are none.
 
     Returns:
-        What it has at each leaf, ``ABSENT`` where it has nothing.
+        The gradient at each leaf, ``ABSENT`` where the tree has none.
 
     Raises:
-        StructureError: if it has something else, or nothing where a value is needed, or
-            anything where the parameters have no leaf.
+        StructureError: if the tree has something else, or nothing where a value is
+            needed, or anything where the parameters have no leaf.
     """
     tree, _ = each_once(tree)
     try:
-        rows = [*enumerate(leaves.treedef.flatten_up_to(tree))]
+        found = [*enumerate(leaves.treedef.flatten_up_to(tree))]
     except (ValueError, TypeError):
-        rows = _by_key_path(leaves, tree)
+        found = _by_key_path(leaves, tree)
     values: list[Any] = [ABSENT] * len(leaves.values)
-    for number, value in rows:
-        values[number] = ABSENT if is_nothing(value) else value
+    for index, value in found:
+        values[index] = ABSENT if is_nothing(value) else value
     for path, need, value in zip(leaves.paths, needed, values, strict=True):
         if need and value is ABSENT:
             if path.place in spared():
@@ -70,11 +70,11 @@ def beside(
 
 
 def _by_key_path(leaves: Leaves, tree: Any) -> list[tuple[int, Any]]:
-    """What a pruned tree has, with the number of each leaf."""
+    """The values in a pruned tree, each with the index of its leaf."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_whole(node) or is_nothing(node)
     )
-    places = {keys: number for number, keys in enumerate(leaves.key_paths)}
+    places = {keys: index for index, keys in enumerate(leaves.key_paths)}
     found = [(keys, value) for keys, value in pairs if not is_nothing(value)]
     if any(keys not in places for keys, _ in found):
         names = 'the parameters', 'the gradient'
@@ -83,14 +83,14 @@ def _by_key_path(leaves: Leaves, tree: Any) -> list[tuple[int, Any]]:
 
 
 def is_nothing(node: Any) -> bool:
-    """Whether something stands in a tree where there is no gradient."""
+    """Whether a node stands for a gradient that does not exist."""
     return node is None or isinstance(node, (Absent, optax.MaskedNode))
 
 
-def other_shape(what: str, path: str, leaf: Any, value: Any) -> errors.StructureError:
-    """What belongs to a parameter has another shape."""
+def other_shape(whose: str, path: str, leaf: Any, value: Any) -> errors.StructureError:
+    """The error for a value of a parameter that has another shape."""
     return errors.StructureError(
-        f'{what} at {str(path)!r} has another shape than the parameter.\n'
+        f'{whose} at {str(path)!r} has another shape than the parameter.\n'
         f'Expected: {shown(leaf)}\nFound:    {shown(value)}'
     )
 
@@ -98,27 +98,27 @@ def other_shape(what: str, path: str, leaf: Any, value: Any) -> errors.Structure
 def different_structures(
     name_a: str, name_b: str, a: Leaves, b: Leaves, pruned: bool = False
 ) -> errors.StructureError:
-    """Two trees that belong together have leaves at different paths."""
+    """The error for two trees that have leaves at different paths."""
     lines = [] if pruned else _only_in(a, b, name_a, name_b)
     lines += _only_in(b, a, name_b, name_a)
     if not lines:
-        known = dict(zip(a.paths, a.key_paths, strict=True))
+        keys_of = dict(zip(a.paths, a.key_paths, strict=True))
         pairs = zip(b.paths, b.key_paths, strict=True)
-        boxed = [path for path, keys in pairs if known.get(path, keys) != keys]
-        what = '  Their paths are the same: a list in one may be a tuple in the other.'
+        boxed = [path for path, keys in pairs if keys_of.get(path, keys) != keys]
+        line = '  Their paths are the same: a list in one may be a tuple in the other.'
         if boxed:
-            what = f'  {boxed[0]!r} is in a box in one. Unbox: flax.linen.unbox(tree).'
-        lines = [what]
-    said = f'{name_a} and {name_b} have different structures.'
-    return errors.StructureError('\n'.join([said, *lines]))
+            line = f'  {boxed[0]!r} is in a box in one. Unbox: flax.linen.unbox(tree).'
+        lines = [line]
+    headline = f'{name_a} and {name_b} have different structures.'
+    return errors.StructureError('\n'.join([headline, *lines]))
 
 
-def _only_in(here: Leaves, there: Leaves, one: str, other: str) -> list[str]:
-    known = set(there.paths)
-    paths = [str(path) for path in dict.fromkeys(here.paths) if path not in known]
+def _only_in(here: Leaves, there: Leaves, name: str, other_name: str) -> list[str]:
+    others = set(there.paths)
+    paths = [str(path) for path in dict.fromkeys(here.paths) if path not in others]
     if not paths:
         return []
     near = nearest(paths[0], map(str, there.paths), 1)
     more = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
     hint = f'; nearest there: {near[0]!r}' if near else ''
-    return [f'  {paths[0]!r}{more}: in {one}, not in {other}{hint}']
+    return [f'  {paths[0]!r}{more}: in {name}, not in {other_name}{hint}']
