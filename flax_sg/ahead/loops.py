@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flax_sg.ahead import runs
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.steps import Split, Step, Value, is_in, numbers_in
 from flax_sg.ahead.walk import Walk
@@ -15,14 +16,41 @@ from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
 
-def in_two(
+def in_parts(
+    split: Callable[..., Split], walk: Walk, eqn: Any, read: Sequence[Value], site: Site
+) -> Sequence[Value] | None:
+    """A loop becomes the turns that read frozen layers alone, and the others."""
+    fixed, first = runs.known_turns(walk, eqn, read)
+    if first == eqn.params['length']:
+        read = fixed
+        if walk.changing.isdisjoint(numbers_in(read)):
+            return walk.whole(eqn, read, site)
+    elif first and not _varies(eqn):
+        begin = len(walk.steps)
+        outs = walk.traced(runs.in_two_runs(eqn, first), read, Site(eqn, site))
+        known = (step for step in walk.steps[begin:] if walk.is_of_data(step))
+        if not all(is_cheap(step.eqn) for step in known):
+            return outs
+        del walk.steps[begin:]
+    return _in_two(split, walk, eqn, read, site)
+
+
+def _varies(eqn: Any) -> bool:
+    """Whether the type of what a loop stacks would have to say where it differs."""
+    return any(jaxprs.varying_axes(var.aval) for var in eqn.outvars)
+
+
+def _in_two(
     split: Callable[..., Split], walk: Walk, eqn: Any, read: Sequence[Value], site: Site
 ) -> Sequence[Value] | None:
     """A loop becomes two: the second one reads what the first one has stacked."""
     body, carry = eqn.params['jaxpr'], jaxprs.carried_by(eqn)
-    if any(jaxprs.varying_axes(var.aval) for var in eqn.outvars):
-        return None  # The type of what is stacked would not say so.
-    changes = [is_in(x, walk.changing) for x in read]
+    if _varies(eqn):
+        return None
+    changes = [
+        walk.change(x) if n < carry.start else is_in(x, walk.changing)
+        for n, x in enumerate(read)
+    ]
     # What differs from turn to turn is data for the body.
     is_data = [n >= carry.start or is_in(x, walk.data) for n, x in enumerate(read)]
     while True:
@@ -35,6 +63,7 @@ def in_two(
             changes[carry[k]] = True
     is_late = [changes[carry[k]] if k < len(carry) else x for k, x in enumerate(found)]
     parts = split(body, changes, is_data, is_late)
+    read = (*read, *walk.twins(read, parts))
     if all(is_cheap(step.eqn) for step in parts.early):
         return None
     inputs = range(len(read))
@@ -85,7 +114,8 @@ class _Loop(NamedTuple):
         """Runs the part, with steps of the body; stacks the values in ``kept``."""
         carry, params = jaxprs.carried_by(self.eqn), self.eqn.params
         given = dict(zip((*self.inputs, *self.stacked), values, strict=True))
-        consts = {n: x for n, x in given.items() if n < carry.start}
+        fixed = {*range(carry.start), *(rows.twin for rows in parts.rows.values())}
+        consts = {n: x for n, x in given.items() if n in fixed}
         carried = [n for n in given if n in carry]
         along = [n for n in given if n not in consts and n not in carried]
         next_ones = [parts.outputs[k] for k in self.outputs if k < len(carry)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import linen
 
 from flax_sg import errors, filters
 from flax_sg.ahead.arguments import Argument, check
 from flax_sg.ahead.report import Root, report
+from flax_sg.ahead.rows import Mask
 from flax_sg.ahead.split import split
 from flax_sg.ahead.steps import Split, Step
 from flax_sg.internals import jaxprs
@@ -62,8 +66,8 @@ class Precomputed:
         values = self._values('late', names, others, kwargs, 1)
         # The part of a fixed parameter's gradient that goes through what is kept is
         # lost. So it has none, whoever differentiates.
-        for slot in values.keys() - self._split.changing:
-            values[slot] = jax.lax.stop_gradient(values[slot])
+        for slot, array in values.items():
+            values[slot] = self._stopped(slot, array)
         kept = jax.tree.leaves(args[first])
         if len(kept) != len(self._split.kept):
             raise errors.ArgumentTypeError(
@@ -76,6 +80,17 @@ class Precomputed:
         values.update(zip(self._split.kept, kept, strict=True))
         out = self._run('late', self._split.late, values, self._split.outputs)
         return jax.tree.unflatten(self._out, out)
+
+    def _stopped(self, slot: int, array: Any) -> Any:
+        """An input whose gradient ends where it does not change."""
+        rows = self._split.rows.get(slot)
+        if slot in self._split.changing and rows is None:
+            return array
+        stopped = jax.lax.stop_gradient(array)
+        if rows is None:
+            return stopped
+        mask = rows.changes.reshape(-1, *(1 for _ in array.shape[1:]))
+        return jnp.where(mask, array, stopped)
 
     def __str__(self) -> str:
         roots = {
@@ -98,7 +113,8 @@ class Precomputed:
         for step in (*steps, None):
             read = step.read() if step else [x for x in asked if isinstance(x, int)]
             if missing := {*read} - known:
-                slot = min(missing)
+                twins = {rows.twin: n for n, rows in self._split.rows.items()}
+                slot = min(twins.get(n, n) for n in missing)
                 line = step.source if step else ''
                 raise errors.AbsentLeafError(
                     f'{self._name_of(slot)} is ABSENT, and {part} reads it'
@@ -134,6 +150,9 @@ class Precomputed:
         values: dict[int, Any] = {}
         for name, arg in given.items():
             values.update(self._arguments[name].values(arg, self._split.avals))
+        for n, rows in self._split.rows.items():
+            if n in values:
+                values[rows.twin] = values[n]
         return values
 
     def _miscounted(self, part: str, names: Sequence[Name], kept: int) -> TypeError:
@@ -176,9 +195,9 @@ def precompute(
         *args: its other arguments, or their shapes. Those not in ``each`` are data.
             Python numbers in data are constants, such as ``train=True``.
         argnums: which arguments hold the parameters.
-        wrt: the parameters that are trained: those that change from step to step. A
-            leaf of which some rows are trained changes as a whole. Give what
-            ``sg.live`` returns; by default all parameters change.
+        wrt: the parameters that are trained: those that change from step to step, or
+            rows of these. Of a stack, the first layers are computed once if they are
+            frozen. Give what ``sg.live`` returns; by default all parameters change.
         each: the positions, or names, of other arguments that change: keys, a step, a
             state.
         **kwargs: keyword arguments of the function. They are given by name to
@@ -219,12 +238,16 @@ def precompute(
         return [leaf for _, leaf in pairs]
 
     program = jax.make_jaxpr(of_arrays)(inputs)
-    changes, is_data = [False] * len(inputs), [False] * len(inputs)
+    changes: list[bool | Mask] = [False] * len(inputs)
+    is_data = [False] * len(inputs)
     for name, argument in arguments.items():
         for number, slots in enumerate(argument.slots):
             for slot in slots:
-                is_trained = name in own and bool(trained[name][number])
-                changes[slot] = is_trained or name in changing
+                if name in own:
+                    path, leaf = trees[name].paths[number], trees[name].values[number]
+                    changes[slot] = _trained(trained[name][number], leaf, path)
+                else:
+                    changes[slot] = name in changing
                 is_data[slot] = name not in own
     parts = split(program, changes, is_data)
     made = Precomputed(parts, arguments, tuple(own), changing, *form)
@@ -235,6 +258,17 @@ def precompute(
             stacklevel=2,
         )
     return made
+
+
+def _trained(takes: Any, leaf: Any, path: str) -> bool | Mask:
+    """Whether a leaf is trained, or which of its rows."""
+    if not isinstance(takes, filters.Part) or not jnp.ndim(leaf):
+        return bool(takes)
+    shape = jnp.shape(leaf)
+    with contextlib.suppress(errors.PartError):  # The program tells which.
+        mask = np.asarray(takes.mask(shape, path).any(tuple(range(1, len(shape)))))
+        return mask if mask.size > 1 else bool(mask)
+    return True
 
 
 def _names(

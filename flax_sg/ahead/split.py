@@ -6,19 +6,25 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from flax_sg import errors
 from flax_sg.ahead import checkpoints, loops
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.cut import cheapest_cut
+from flax_sg.ahead.rows import Mask, Rows
 from flax_sg.ahead.steps import Split, Step, made_by, numbers_in
 from flax_sg.ahead.walk import Rule, Walk
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
+# Bytes that no cut of a program has.
+_HUGE = 1 << 60
+
 
 def split(
     program: Any,
-    changes: Sequence[bool],
+    changes: Sequence[bool | Mask],
     is_data: Sequence[bool],
     is_late: Sequence[bool] | None = None,
 ) -> Split:
@@ -26,7 +32,7 @@ def split(
 
     Args:
         program: the closed jaxpr. Its inputs have the first numbers.
-        changes: for each input whether it changes from step to step.
+        changes: for each input whether it changes from step to step, or which rows do.
         is_data: for each input whether it comes with a batch. The others are
             parameters: what depends on them alone is not kept.
         is_late: for each output whether the late part makes it, rather than the early
@@ -34,8 +40,14 @@ def split(
     """
     walk = Walk(_RULES)
     inputs = [walk.new(var.aval) for var in program.jaxpr.invars]
-    walk.changing = {n for n in inputs if changes[n]}
-    walk.data = {n for n in inputs if is_data[n] and not changes[n]}
+    for n in inputs:
+        if isinstance(mask := changes[n], np.ndarray):
+            walk.rows[n] = Rows(mask, walk.new(walk.avals[n]))
+    rows = {**walk.rows}
+    walk.changing = {n for n in inputs if n in walk.rows or changes[n]}
+    is_of_data = {n for n in inputs if is_data[n]}
+    walk.data = is_of_data - walk.changing
+    walk.data.update(rows[n].twin for n in is_of_data & rows.keys())
     outputs = walk.walk(program, inputs, Site())
     steps, avals, changing, data = walk.steps, walk.avals, walk.changing, walk.data
     asked = is_late or [True] * len(outputs)
@@ -65,13 +77,16 @@ def split(
         ends += step.read()
     # What is read of the parameters alone is made in the late part.
     sizes = {n: avals[n].size * avals[n].dtype.itemsize for n in data}
+    # A twin holds rows that change, so it would not be the same after a step.
+    sizes.update((some.twin, _HUGE) for some in walk.rows.values())
     kept = sorted(cheapest_cut(sizes, makers, [x for x in ends if x in data]))
     wanted = [step for step in at_each_step if step.eqn.effects]
     late = made_by(steps, maker, ends, wanted + live, set(kept))
     others = [x for x, late in zip(outputs, asked, strict=True) if not late]
     early = made_by(steps, maker, kept + numbers_in(others), [], set())
     return Split(
-        early, late, kept, outputs, avals, walk.constants, steps, changing, data
+        *(early, late, kept, outputs, avals, walk.constants, steps, changing, data),
+        rows,
     )
 
 
@@ -88,6 +103,6 @@ def _needed(at_each_step: Sequence[Step], outputs: Iterable[Any]) -> list[Step]:
 
 # How equations of which a part changes are taken apart.
 _RULES: dict[str, Rule] = {
-    'scan': functools.partial(loops.in_two, split),
+    'scan': functools.partial(loops.in_parts, split),
     **dict.fromkeys(jaxprs.CHECKPOINTS, checkpoints.in_parts),
 }

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import Literal
 
+from flax_sg.ahead.rows import Rows
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
@@ -106,6 +107,8 @@ class Split(NamedTuple):
         steps: all steps.
         changing: the values that change from step to step.
         data: the values that depend on the data of a batch, and do not change.
+        rows: the inputs of which some rows change. Their twins are inputs, too, behind
+            those of the program.
     """
 
     early: list[Step]
@@ -117,6 +120,7 @@ class Split(NamedTuple):
     steps: list[Step]
     changing: set[int]
     data: set[int]
+    rows: dict[int, Rows]
 
     def run(
         self,

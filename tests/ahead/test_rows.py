@@ -1,0 +1,237 @@
+"""Stacks of which some layers are trained: the frozen ones below are computed once."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import flax_sg as sg
+from flax_sg import linen as nn
+
+LAYERS = 5
+STACK = jax.random.normal(jax.random.key(0), (LAYERS, 4, 4)) / 2
+PARAMS: Any = {'stack': STACK, 'head': jnp.linspace(-1.0, 1.0, 4)}
+X = jax.random.normal(jax.random.key(1), (3, 4))
+ABOVE = sg.at('stack', np.s_[2:])
+
+
+def turns(fun: Any, *args: Any) -> list[int]:
+    """For each loop with a product in it how many turns it has, in order."""
+
+    def of(jaxpr: Any) -> list[int]:
+        found = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == 'scan':
+                if 'dot_general[' in str(eqn.params['jaxpr']):
+                    found.append(eqn.params['length'])
+            else:
+                inner = eqn.params.get('jaxpr')
+                found += of(getattr(inner, 'jaxpr', inner)) if inner is not None else []
+        return found
+
+    return of(jax.make_jaxpr(fun)(*args).jaxpr)
+
+
+def assert_same(ours: Any, right: Any) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(right)
+    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+        np.testing.assert_array_equal(a == 0, b == 0)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def assert_split(
+    fun: Any, params: Any, wrt: Any, once: list[int], then: list[int]
+) -> None:
+    """Some turns are made once, and the others by a step; the gradients are those."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'Nothing is computed once')
+        ahead = sg.precompute(fun, params, X, wrt=wrt)
+    kept = ahead.early(params, X)
+    ours = sg.value_and_grad(ahead.late, wrt=wrt)(params, kept)
+    assert_same(ours, sg.value_and_grad(fun, wrt=wrt)(params, X))
+    assert turns(ahead.early, params, X) == once
+    assert turns(ahead.late, params, kept) == then
+    moved = jax.tree.map(lambda x: x + 1, params)
+    moved = sg.combine(sg.partition(moved, wrt)[0], sg.partition(params, wrt)[1])
+    for a, b in zip(ahead.early(moved, X), kept, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def layer(h: Any, w: Any) -> Any:
+    return jnp.tanh(h @ w), h.sum()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('reverse', (False, True))
+def test_a_loop_over_a_stack(reverse: bool):
+    """The turns below the first trained layer leave the loop."""
+
+    def loss(params: Any, x: Any) -> Any:
+        h, sums = lax.scan(layer, x, params['stack'], reverse=reverse)
+        return jnp.sum(h @ params['head']) + jnp.sum(sums * jnp.arange(5.0))
+
+    above = sg.at('stack', np.s_[:3] if reverse else np.s_[2:])
+    assert_split(loss, PARAMS, [above, 'head'], [2], [3])
+    assert_split(loss, PARAMS, above, [2], [3])
+    assert_split(loss, PARAMS, 'head', [5], [])
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, _: Any) -> Any:
+        return jnp.tanh(nn.Dense(4, name='dense')(x)) + x, None
+
+
+class Tower(nn.Module):
+    """A stack of layers by ``nn.scan``, and a head."""
+
+    options: Any
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        layers = nn.scan(
+            nn.remat(Layer) if self.remat else Layer,
+            variable_axes={'params': 0},
+            split_rngs={'params': True},
+            length=LAYERS,
+            **self.options,
+        )(name='layers')
+        return nn.Dense(2, name='head')(layers(x, None)[0])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('remat', (False, True))
+def test_frozen_layers_of_a_scan(remat: bool):
+    """``frozen_layers=`` reads the whole stack, by an index."""
+    net = Tower({'frozen_layers': slice(3)}, remat)
+    params = net.init(jax.random.key(2), X)['params']
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(net.apply({'params': params}, x) ** 2)
+
+    assert_split(loss, params, sg.live(loss, params, X), [3], [2])
+
+
+def test_a_stack_with_a_mask():
+    """A block around a plain scan, and a filter without a stop."""
+    net = Tower({})
+    params = net.init(jax.random.key(2), X)['params']
+
+    def plain(params: Any, x: Any) -> Any:
+        return jnp.mean(net.apply({'params': params}, x) ** 2)
+
+    def loss(params: Any, x: Any) -> Any:
+        with nn.stop_gradient(sg.at('layers/**', np.s_[:4])):
+            return plain(params, x)
+
+    assert_split(loss, params, sg.live(loss, params, X), [4], [1])
+    above = [sg.at('layers/**', np.s_[4:]), 'head/**']
+    assert_split(plain, params, above, [4], [1])
+
+
+def test_layers_that_are_put_together():
+    """``sg.combine``, concatenation and an update of rows inside of the loss."""
+    parts = sg.partition({'stack': STACK}, ABOVE)
+
+    def combined(params: Any, x: Any) -> Any:
+        stack = sg.combine(params['trained'], params['frozen'])['stack']
+        return jnp.sum(lax.scan(layer, x, stack)[0])
+
+    params = dict(zip(('trained', 'frozen'), parts, strict=True))
+    assert_split(combined, params, 'trained/**', [2], [3])
+
+    def joined(params: Any, x: Any) -> Any:
+        stack = jnp.concatenate([params['below'] * 2, params['above']])
+        return jnp.sum(lax.scan(layer, x, stack.reshape(5, 4, 4))[0])
+
+    params = {'below': STACK[:2], 'above': STACK[2:]}
+    assert_split(joined, params, 'above', [2], [3])
+
+    def stacked(params: Any, x: Any) -> Any:
+        return jnp.sum(lax.scan(layer, x, jnp.stack([*params]))[0])
+
+    assert_split(stacked, [*STACK], ['3', '4'], [3], [2])
+
+
+def test_layers_by_hand():
+    """A slice of frozen rows is known, whatever it goes through."""
+
+    def loss(params: Any, x: Any) -> Any:
+        stack = params['stack'].astype(jnp.bfloat16).astype(jnp.float32)
+        padded = jnp.pad(stack, ((1, 0), (0, 0), (0, 0)))
+        below = padded[1:].reshape(5, 16)[np.array([1, 0])].reshape(2, 4, 4)
+        for w in below:
+            x = jnp.tanh(x @ w)
+        return jnp.sum((x @ stack[3]) @ stack[-1])
+
+    def products(fun: Any, *args: Any) -> int:
+        return str(jax.make_jaxpr(fun)(*args)).count('dot_general[')
+
+    ahead = sg.precompute(loss, PARAMS, X, wrt=ABOVE)
+    kept = ahead.early(PARAMS, X)
+    assert [k.shape for k in kept] == [(3, 4)]
+    assert products(ahead.early, PARAMS, X) == 2
+    assert products(ahead.late, PARAMS, kept) == 2
+    ours = sg.value_and_grad(ahead.late, wrt=ABOVE)(PARAMS, kept)
+    assert_same(ours, sg.value_and_grad(loss, wrt=ABOVE)(PARAMS, X))
+
+
+def test_frozen_rows_have_no_gradient():
+    """What goes through the kept values would be missing from it."""
+
+    def loss(params: Any, x: Any) -> Any:
+        h, _ = lax.scan(layer, x, params['stack'])
+        return jnp.sum(h) + jnp.sum(params['stack'] ** 2)
+
+    ahead = sg.precompute(loss, PARAMS, X, wrt=ABOVE)
+    kept = ahead.early(PARAMS, X)
+    grads = jax.grad(ahead.late)(PARAMS, kept)['stack']
+    assert not grads[:2].any()
+    right = sg.grad(loss, wrt=ABOVE)(PARAMS, X)['stack']
+    np.testing.assert_allclose(grads[2:], right[2:], rtol=1e-5)
+
+
+def test_stacks_in_loops_over_batches():
+    """The loss of several small batches: the frozen layers of each are known."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def one(total: Any, x: Any) -> Any:
+            h, _ = lax.scan(layer, x[None], params['stack'])
+            return total + jnp.sum(h @ params['head']), None
+
+        return lax.scan(one, 0.0, x)[0]
+
+    assert_split(loss, PARAMS, [ABOVE, 'head'], [3], [3])
+
+
+def test_layers_by_an_index():
+    """A loop that reads the layers in an order of its own."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def turn(h: Any, t: Any) -> Any:
+            w = lax.dynamic_slice_in_dim(params['stack'], t + 1, 1)
+            return jnp.tanh(h @ w[0]), None
+
+        return jnp.sum(lax.scan(turn, x, jnp.array([0, -1, 1, -1]))[0])
+
+    assert_split(loss, PARAMS, ABOVE, [2], [2])
+
+
+def test_rows_that_cannot_be_told():
+    """An index that depends on data; a loop that reads the whole stack in each turn."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def turn(h: Any, t: Any) -> Any:
+            w = lax.dynamic_index_in_dim(params['stack'], t, keepdims=False)
+            return jnp.tanh(h @ w), None
+
+        a, _ = lax.scan(turn, x, (x[:, 0] > 0).astype(int))
+        b, _ = lax.scan(lambda h, _: (h @ params['stack'].sum(0), None), x, None, 2)
+        return jnp.sum(a @ b.T)
+
+    assert_split(loss, PARAMS, ABOVE, [], [3, 2])
