@@ -19,23 +19,23 @@ from flax_sg.trees.nnx_walks import Leaf, Walk
 
 
 class Asked(NamedTuple):
-    """What a filter says of a leaf of a model: of each array in it.
+    """What a filter decides about a leaf of a model: about each array in it.
 
     Attributes:
         leaf: the leaf.
         paths: one for each array, or one if there is none. A Variable is a box: its
             arrays share its path, and differ in their shapes.
-        said: the filter's answers.
+        decisions: what the filter decides, for each path.
     """
 
     leaf: Leaf
     paths: list[Path]
-    said: list[Any]
+    decisions: list[Any]
 
     @property
     def rows(self) -> list[tuple[Path, Any, Any]]:
-        """For each array the path, the answer, and the array."""
-        return [*zip(self.paths, self.said, self.leaf.arrays, strict=False)]
+        """For each array the path, the decision, and the array."""
+        return [*zip(self.paths, self.decisions, self.leaf.arrays, strict=False)]
 
 
 def parameters(path: Keys, value: Any) -> bool:
@@ -82,11 +82,11 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         except errors.UnusedFilterError as error:
             with contextlib.suppress(errors.FlaxSGError):
                 asked = _asked(walk, every, where, unused)
-                taken = [leaf for leaf, _, said in asked if any(said)]
-                beside = [leaf for leaf in taken if leaf not in own]
+                matched = [leaf for leaf, _, decisions in asked if any(decisions)]
+                others = [leaf for leaf in matched if leaf not in own]
                 head, *_, last = str(error).splitlines()
-                other = f'It takes others: write kind={_kinds_in(beside)}.'
-                error.args = (f'{head}\n{other}\n{last}',)
+                hint = f'It takes others: write kind={_kinds_in(others)}.'
+                error.args = (f'{head}\n{hint}\n{last}',)
             raise
 
 
@@ -94,19 +94,19 @@ def _asked(
     walk: Walk, leaves: Sequence[Leaf], where: filters.Filter, unused: str
 ) -> list[Asked]:
     paths = [walk.paths_of(leaf) for leaf in leaves]
-    said = selected(paths, where, unused)
+    decisions = selected(paths, where, unused)
     if not walk.is_tree:
-        paths = [[_taken(where, path) for path in several] for several in paths]
-    return [*map(Asked, leaves, paths, said)]
+        paths = [[_matched(where, path) for path in of_leaf] for of_leaf in paths]
+    return [*map(Asked, leaves, paths, decisions)]
 
 
-def _taken(where: filters.Filter, path: Path) -> Path:
-    """The path by which a filter takes a leaf, for a rule that gets it."""
+def _matched(where: filters.Filter, path: Path) -> Path:
+    """The path of a leaf that a filter matches: rules are called with this one."""
     for atom in where.atoms:
-        for one in all_paths(path):
+        for candidate in all_paths(path):
             with contextlib.suppress(errors.FlaxSGError):
-                if atom.matches(one):
-                    return one
+                if atom.matches(candidate):
+                    return candidate
     return path
 
 

@@ -36,7 +36,7 @@ class Chosen(filters.Derived):
 
     @functools.cached_property
     def identity(self) -> Hashable:
-        """What was selected, and of what; the kind is known by that."""
+        """What was selected, and out of what: two kinds differ in that."""
         return self.selected, self.known
 
     @property
@@ -45,14 +45,15 @@ class Chosen(filters.Derived):
         return self.names
 
     def __call__(self, path: Any, matched: Any = None) -> Any:
-        """Whether a path is selected; as a filter of NNX, with what is there."""
+        """Whether a path is selected; NNX gives the value at the path, too."""
         if not isinstance(path, tuple):
             return super().__call__(path, matched)
         names: Any = tuple(map(str, path))
         try:
             return self.matches(Path.of('params', names))
         except errors.UnknownNameError:
-            # A cache, or what a layer has sown, is no mistake.
+            # The path is newer than ``nnx.where``. A cache or a sown value, which is of
+            # another kind, is simply not selected.
             if nnx.filterlib.to_predicate(self.kind)(path, matched):
                 raise
         return False
@@ -102,14 +103,14 @@ def where(
     if kind is parameters and any(
         isinstance(leaf.value, nnx.Variable) for leaf in walk.leaves.values()
     ):
-        # What is in no Variable may be a table, which no optimizer should move.
+        # An array in no Variable may be a table, which no optimizer should move.
         kind = IN_VARIABLES
     asked = ask('nnx.where', walk, where, kind, unused)
-    found = [one for one in asked if any(one.said)]
-    for one in found:
-        if not all(takes is True for takes in one.said):
-            raise of_a_part(one.paths[0], 'an NNX filter', one.said[0])
-    selected = frozenset(('params', one.leaf.names) for one in found)
+    found = [each for each in asked if any(each.decisions)]
+    for _, paths, decisions in found:
+        if not all(decision is True for decision in decisions):
+            raise of_a_part(paths[0], 'an NNX filter', decisions[0])
+    selected = frozenset(('params', leaf.names) for leaf, *_ in found)
     known = frozenset(('params', leaf.names) for leaf in walk.leaves.values())
     side = filters.as_filter(where).side or 'trained'
     return Chosen(selected, known, 'nnx.where', kind, side)
@@ -150,9 +151,9 @@ def _is_of_paths(where: Any) -> bool:
         return True
     if isinstance(where, type) or not callable(where):
         return False
-    # A function of the path alone; one of NNX gets the value, too.
-    given = inspect.signature(where).parameters.values()
-    return sum(one.default is one.empty for one in given) == 1
+    # A filter of NNX is a function of the path and the value.
+    parameters_of = inspect.signature(where).parameters.values()
+    return sum(p.default is p.empty for p in parameters_of) == 1
 
 
 def _check_tags(where: Any) -> None:
@@ -165,9 +166,9 @@ def _check_tags(where: Any) -> None:
             f'Write nnx.All(nnx.Param, nnx.where(model, {where.tag!r})).'
         )
     inner = getattr(where, 'predicates', (getattr(where, 'predicate', None),))
-    for one in inner:
-        if one is not None:
-            _check_tags(one)
+    for predicate in inner:
+        if predicate is not None:
+            _check_tags(predicate)
 
 
 class DiffState(nnx.DiffState):

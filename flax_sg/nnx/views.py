@@ -16,7 +16,7 @@ from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.nnx.asking import ask
-from flax_sg.nnx.held import PLAIN, Held, leading_to
+from flax_sg.nnx.statics import PLAIN, Statics, leading_to
 from flax_sg.nnx.values import raw
 from flax_sg.rules import rules, substitutes
 from flax_sg.rules.plain_trees import rewritten
@@ -51,7 +51,7 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
     if rewrite.collections != 'params':
         raise TypeError(f'{call}: collections= is for linen; see kind=')
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
-    chosen = [one for one in asked if any(one.said)]
+    chosen = [each for each in asked if any(each.decisions)]
     for leaf, (path, *_), _ in chosen:
         is_variable = isinstance(leaf.value, nnx.Variable)
         if is_variable and any(map(leaf.value.get_metadata().get, _MUTABLE)):
@@ -59,19 +59,20 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
                 f'{str(path)!r} is a mutable array of JAX, which nnx.grad does not '
                 'differentiate.\nMake the Variable without hijax=True and ref=True.'
             )
-    rows = [row for x in chosen for row in x.rows]
+    rows = [row for each in chosen for row in each.rows]
     if isinstance(rewrite.rule, substitutes.FromTree):
         given = itertools.chain(*(_given(rewrite.rule, leaf) for leaf, *_ in chosen))
         new = [
-            filters.merged(takes, x, old, path) if takes else old
-            for x, (path, takes, old) in zip(given, rows, strict=True)
+            filters.merged(decision, value, old, path) if decision else old
+            for value, (path, decision, old) in zip(given, rows, strict=True)
         ]
     else:
         new = rewritten(rewrite, rows)
-    each, changed = iter(new), dict[Leaf, Any]()
+    arrays, changed = iter(new), dict[Leaf, Any]()
     for leaf, *_ in chosen:
-        own = [*itertools.islice(each, len(leaf.arrays))]
-        # Counts, keys and other integers that a rule leaves alone go on in the model.
+        own = [*itertools.islice(arrays, len(leaf.arrays))]
+        # A count, a key or another integer that the rule leaves alone stays the model's
+        # own Variable: what the view writes there has to reach the model.
         is_other = any(map(operator.is_not, leaf.arrays, own))
         if is_other or any(map(is_differentiable, own)):
             changed[leaf] = leaf.treedef.unflatten(own)
@@ -85,7 +86,7 @@ def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
     """A copy of a model: its modules are copied, with some leaves in place of others.
 
     Lists and dicts in them are new. What is static is the same object, unless a module
-    of the model is in it (``held.py``).
+    of the model is in it (``statics.py``).
     """
     copies = {key: object.__new__(type(x)) for key, x in walk.modules.items()}
     in_place = {id(leaf.value): x for leaf, x in new.items()}
@@ -95,15 +96,15 @@ def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
         inside = {key: [*map(id, x)] for key, (_, x, _) in walk.parts.items()}
         return leading_to({*map(id, new)}, inside) | in_place.keys()
 
-    held = Held(copies | in_place, changed)
+    statics = Statics(copies | in_place, changed)
 
     def instead(child: Any, keys: Keys) -> Any:
         if type(child) is not Leaf:
             return copies[id(child)]
         value = new.get(child, child.value)
         is_data = isinstance(value, nnx.Variable) or is_array(value)
-        # Flax takes a list for data if it has arrays in it, and functions beside.
-        return value if is_data else held.put(value, '.'.join(map(str, keys)))
+        # A list with arrays is data for Flax, and so are the functions in the list.
+        return value if is_data else statics.put(value, '.'.join(map(str, keys)))
 
     made: Any = None
     for key, (keys, children, treedef) in reversed(walk.parts.items()):
@@ -111,17 +112,17 @@ def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
         if (node := walk.modules.get(key)) is None:
             continue
         made = vars(node) | (made if key in walk.unknown else vars(made))
-        data = _OWN.union(str(of[0]) for of in keys)
+        data = _OWN.union(str(path[0]) for path in keys)
         vars(copies[key]).update(made)
         for name, value in made.items():
             if name not in data and type(value) not in PLAIN:
                 owner = f'{type(node).__name__}.{name}'
-                vars(copies[key])[name] = held.put(value, owner)
+                vars(copies[key])[name] = statics.put(value, owner)
     return copies.get(id(walk.tree), made)
 
 
 _OWN = frozenset(vars(nnx.Module()))  # Attributes that Flax itself has.
-# The rule of each view that is still there: an optimizer asks for these.
+# The rule of each view that is alive: ``nnx.Optimizer`` warns if it is given a view.
 VIEWS = ByIdentity[str]()
 
 
@@ -131,7 +132,7 @@ def _given(rule: substitutes.FromTree, leaf: Leaf) -> list[Any]:
     given = rule.entries.get(path.place)
     if isinstance(given, errors.StructureError):
         raise given
-    # A number of Python is compared as the array that reads of it become.
+    # A number of Python is compared by the shape and dtype of the array that is read.
     own = jax.tree.map(_as_read, raw(leaf.value))
     given = rule.instead(path, own, lambda _: rules.MISSING)
     return jax.tree.leaves(given, is_leaf=is_whole)

@@ -1,13 +1,14 @@
-"""What modules hold outside of the graph, in a copy of a model.
+"""The static attributes of modules, in a copy of a model.
 
 A ``functools.cached_property`` that returns layers, a partial or a bound method in an
-attribute, a plain object: Flax takes these for static, so they go on to hold the
-model's own layers, and a view would call those. The layers are replaced wherever that
-can be done. A closure, and an object of another class, cannot be made anew.
+attribute, a plain object: Flax takes these for static. So the copy would have the same
+objects, with the model's own layers in them, and a view would call those. The layers
+are replaced wherever that can be done. A closure, and an object of another class,
+cannot be made anew.
 
-Whatever a value holds is searched, as deep as there is something, since a function may
-call another one that holds the layers. A value counts as one that leads to no layer
-after all that it holds was searched, and not before.
+A static value is searched to its end, since a function may call another one that has
+the layers in its closure. A value counts as one that leads to no layer after everything
+in it was searched, and not before.
 """
 
 from __future__ import annotations
@@ -31,52 +32,53 @@ from flax_sg.filters.predicates import captured_by
 from flax_sg.trees.leaves import is_array
 from flax_sg.trees.levels import one_level
 
-# Classes of values that hold nothing.
+# Classes of values with nothing in them.
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-# What is not searched: code, and what the process has once. A logger leads to records
-# of what was logged, and so to whole models.
+# Classes that are not searched. Code and classes are shared by the whole process, and a
+# logger leads to records of what was logged, and so to whole models.
 _CLOSED = type, types.ModuleType, types.CodeType, logging.Logger
 
 
-class Held:
-    """Makes static values anew that hold modules of a model.
+class Statics:
+    """Makes static values anew that lead to modules of a model.
 
     Args:
-        copies: what stands for modules and Variables, by the ``id`` of these.
-        changed: returns the ``id`` of those that lead to other values than before. The
-            model's own do for all others, where they cannot be replaced.
+        copies: the copies of modules and Variables, by the ``id`` of the originals.
+        changed: returns the ``id`` of those originals whose copies read other values.
+            The others may stay in a static value that cannot be made anew.
     """
 
     def __init__(
         self, copies: Mapping[int, Any], changed: Callable[[], Set[int]]
     ) -> None:
         self._copies, self._changed = copies, changed
-        # What was searched, by ``id``: it is kept, so that no ``id`` is used again.
+        # The parts that were searched, by ``id``, and what was made of them. A part is
+        # kept alive, so that no later object has its ``id``.
         self._apart, self._made = dict[int, _Apart](), dict[int, Any]()
-        # The values among these that lead to no copy.
+        # The parts that lead to no copy.
         self._clean = set[int]()
 
     def put(self, value: Any, owner: str) -> Any:
-        """Returns the value itself, or one that holds the copies.
+        """Returns the value itself, or a new one with the copies in it.
 
         Args:
-            value: what is static.
-            owner: what holds it, for the error, such as ``'Model.run'``.
+            value: a static value.
+            owner: the attribute that has it, for the error, such as ``'Model.run'``.
 
         Raises:
-            ArgumentTypeError: if what leads to other values cannot be replaced.
+            ArgumentTypeError: if a part that leads to changed values cannot be made.
         """
         if id(value) in self._copies:
             return self._copies[id(value)]
         inside = self._search(value)
-        holders = leading_to(self._copies.keys(), inside)
-        self._clean |= inside.keys() - holders
-        if not holders:
+        outdated = leading_to(self._copies.keys(), inside)
+        self._clean |= inside.keys() - outdated
+        if not outdated:
             return value
         changed = leading_to(self._changed(), inside)
-        for number in reversed(inside):
-            apart = self._apart[number]
-            if number in changed and apart.make is None:
+        for key in reversed(inside):
+            apart = self._apart[key]
+            if key in changed and apart.make is None:
                 raise errors.ArgumentTypeError(
                     f'{owner} holds modules of the model in {brief(apart.value)}, '
                     'which is no part of it.\n'
@@ -85,63 +87,63 @@ class Held:
                     'Write a method in place of a function, and an nnx.Module in place '
                     'of an object.'
                 )
-        return self._renewed(value, holders)
+        return self._renewed(value, outdated)
 
     def _search(self, value: Any) -> dict[int, list[int]]:
-        """What a value leads to: the ``id`` of what is in each part of it."""
+        """All parts of a value, by ``id``: what is directly in each of them."""
         inside, waiting = dict[int, list[int]](), [value]
         while waiting:
             part = waiting.pop()
-            number = id(part)
-            if number in inside or number in self._clean or number in self._copies:
+            key = id(part)
+            if key in inside or key in self._clean or key in self._copies:
                 continue
-            if number not in self._apart:
-                self._apart[number] = _take_apart(part)
-            parts = self._apart[number].parts
-            is_plain = PLAIN.issuperset(map(type, parts))  # Nearly always, if long.
+            if key not in self._apart:
+                self._apart[key] = _apart(part)
+            parts = self._apart[key].parts
+            is_plain = PLAIN.issuperset(map(type, parts))  # Fast, for a long list.
             parts = [] if is_plain else [x for x in parts if type(x) not in PLAIN]
-            inside[number] = [*map(id, parts)]
+            inside[key] = [*map(id, parts)]
             waiting += parts
         return inside
 
-    def _renewed(self, value: Any, holders: Set[int]) -> Any:
+    def _renewed(self, value: Any, outdated: Set[int]) -> Any:
         """The same value, with copies in it."""
-        number = id(value)
-        known = self._copies if number in self._copies else self._made
-        if number in known:
-            return known[number]
-        if number not in holders or (apart := self._apart[number]).make is None:
+        key = id(value)
+        for made in (self._copies, self._made):
+            if key in made:
+                return made[key]
+        if key not in outdated or (apart := self._apart[key]).make is None:
             return value
         if apart.shell is not None:
-            self._made[number] = apart.shell  # It may hold itself.
-        made = apart.make([self._renewed(part, holders) for part in apart.parts])
-        self._made[number] = made
-        return made
+            self._made[key] = apart.shell  # The value may lead to itself.
+        new = apart.make([self._renewed(part, outdated) for part in apart.parts])
+        self._made[key] = new
+        return new
 
 
 def leading_to(targets: Set[int], inside: Mapping[int, Sequence[int]]) -> set[int]:
-    """What leads to one of some values: all are numbers.
+    """The values that lead to one of some targets. Values are told by their ``id``.
 
     >>> leading_to({3}, {0: [1, 2], 1: [3], 2: [4], 5: [0]})
     {0, 1, 5}
 
     Args:
-        targets: the values.
+        targets: the targets.
         inside: what is directly in each value.
     """
-    around = dict[int, list[int]]()
+    containers = dict[int, list[int]]()
     waiting = list[int]()
-    for number, parts in inside.items():
+    for value, parts in inside.items():
         for part in parts:
-            around.setdefault(part, []).append(number)
+            containers.setdefault(part, []).append(value)
             if part in targets:
                 waiting.append(part)
     found = set[int]()
     while waiting:
-        for number in around.get(waiting.pop(), ()):
-            if number not in found:
-                found.add(number)
-                waiting.append(number)
+        for value in containers.get(waiting.pop(), ()):
+            if value not in found:
+                found.add(value)
+                waiting.append(value)
     return found
 
 
@@ -152,7 +154,7 @@ class _Apart(NamedTuple):
         value: the value.
         parts: what is directly in it.
         make: makes such a value of other parts; None if that cannot be done.
-        shell: what ``make`` fills and returns, if the value may hold itself.
+        shell: what ``make`` fills and returns, if the value may lead to itself.
     """
 
     value: Any
@@ -161,17 +163,18 @@ class _Apart(NamedTuple):
     shell: Any = None
 
 
-def _take_apart(value: Any) -> _Apart:
-    # Python does not track a table of words, since nothing in it can refer to others.
+def _apart(value: Any) -> _Apart:
+    # The garbage collector does not track what cannot lead to others, such as a dict of
+    # words.
     if not gc.is_tracked(value) and not isinstance(value, np.ndarray):
         return _Apart(value, ())
-    if take_apart := _KINDS.get(type(value)):
-        return take_apart(value)
+    if of_class := _BY_CLASS.get(type(value)):
+        return of_class(value)
     if isinstance(value, nnx.Pytree):
         return _object(value)
     if isinstance(value, functools.partial):
         return _partial(value)
-    if isinstance(value, weakref.ref):  # One of a class of its own.
+    if isinstance(value, weakref.ref):  # A subclass may need other arguments.
         return _Apart(value, [value()])
     if isinstance(value, np.ndarray) and value.dtype == np.object_:
         return _Apart(value, value.ravel().tolist())
@@ -180,13 +183,13 @@ def _take_apart(value: Any) -> _Apart:
     if not jax.tree_util.all_leaves([value]):
         return _pytree(value)
     attributes = vars(value) if type(value).__dictoffset__ else {}
-    if '__wrapped__' in attributes:  # What JAX and functools cache in it is no part.
+    if '__wrapped__' in attributes:  # JAX and functools keep caches in such a function.
         return _Apart(value, [*attributes.values()])
     return _Apart(value, gc.get_referents(value))
 
 
 def _object(value: Any) -> _Apart:
-    """A module that is not in the graph, such as a property has made and cached."""
+    """A module that is not in the graph, such as one that a property has cached."""
     shell, names = object.__new__(type(value)), [*vars(value)]
 
     def make(new: list[Any]) -> Any:
@@ -207,8 +210,8 @@ def _list(value: list[Any]) -> _Apart:
 
 
 def _dict(value: dict[Any, Any]) -> _Apart:
-    of_default = isinstance(value, collections.defaultdict)
-    shell: Any = type(value)(value.default_factory) if of_default else type(value)()
+    args = [value.default_factory] if isinstance(value, collections.defaultdict) else []
+    shell: Any = type(value)(*args)
     count = len(value)
 
     def make(new: list[Any]) -> Any:
@@ -221,7 +224,7 @@ def _dict(value: dict[Any, Any]) -> _Apart:
 def _pytree(value: Any) -> _Apart:
     pairs, treedef = one_level(value)
     parts = [child for _, child in pairs]
-    # What is static in it cannot be replaced.
+    # Its static fields are in ``treedef``, and cannot be replaced.
     return _Apart(value, [*parts, treedef], lambda new: treedef.unflatten(new[:-1]))
 
 
@@ -245,19 +248,20 @@ def _partial(value: functools.partial[Any]) -> _Apart:
 
 
 def _weak(value: Any) -> _Apart:
-    """A weak reference. The view keeps what the new one refers to."""
+    """A weak reference; the view keeps the copy alive to which the new one refers."""
     return _Apart(value, [value()], lambda new: type(value)(*new))
 
 
 def _proxy(value: Any) -> _Apart:
     try:
-        node = value.__init__.__self__  # Any other name is one of the object behind.
+        # This method is bound to the object that the proxy stands for.
+        node = value.__init__.__self__
     except ReferenceError:
         return _Apart(value, ())
     return _Apart(value, [node], lambda new: weakref.proxy(*new))
 
 
-_KINDS: dict[type, Callable[[Any], _Apart]] = {
+_BY_CLASS: dict[type, Callable[[Any], _Apart]] = {
     list: _list,
     tuple: lambda value: _Apart(value, value, tuple),
     dict: _dict,

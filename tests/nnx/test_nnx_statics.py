@@ -1,4 +1,4 @@
-"""What modules hold outside of the graph, and modules that share modules."""
+"""Static attributes of modules, and modules that share modules."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ import pytest
 
 import flax_sg as sg
 from flax_sg import errors, nnx
-from flax_sg.nnx import held
+from flax_sg.nnx import statics
 from flax_sg.trees import nnx_paths
 from tests.helpers import oracle
 from tests.helpers.nnx_by_hand import Layer, X, total, zeros
@@ -317,8 +317,8 @@ def test_words_are_not_looked_at_one_by_one(monkeypatch):
     model, met = Model(), []
     model.finish()
     gc.collect()  # From now on Python knows of tuples that hold no objects.
-    take_apart = held._take_apart
-    monkeypatch.setattr(held, '_take_apart', lambda x: met.append(x) or take_apart(x))
+    apart = statics._apart
+    monkeypatch.setattr(statics, '_apart', lambda x: met.append(x) or apart(x))
     nnx.stop_gradient(model, 'head/*')
     assert len([x for x in met if type(x) is not tuple]) < 10
     model.tokenizer.names.append(model.head.__call__)
@@ -333,7 +333,7 @@ def test_a_logger_leads_to_no_model():
         def emit(self, record):
             self.record = record
 
-    logger = logging.getLogger('test_nnx_held')
+    logger = logging.getLogger('test_nnx_statics')
     logger.addHandler(Keeps())
 
     class Model(Base):
