@@ -133,21 +133,21 @@ def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
     attributes = {name: _attribute(target, name) for name in names}
     # Flax takes longer to make a class than to run a small module, and ``nn.jit``
     # traces each class. So equal stops of a class, in a loop say, are one class.
-    # A function may change, or be equal to another one that does. A mask may be traced:
-    # the table would keep the tracer.
+    # Not with a function, whose decisions may change, nor with a mask, which may be
+    # traced: the table of classes would keep the tracer.
     is_plain = rewrite.where.needs.isdisjoint(('code', 'mask'))
     stops = is_plain and type(rewrite.rule) is rules.StopGradient
     key = target, rewrite, rewrite.unused, tuple(attributes.items())
-    if stops and (known := _stopped_classes.get(key)):
-        return known
+    if stops and (made_before := _stopped_classes.get(key)):
+        return made_before
     lifted = {
         name: _lifted_attribute(rewrite, target, name, attribute)
         for name, attribute in attributes.items()
     }
     # The name is what Flax calls the module by: with another one its parameters
     # would have other paths.
-    kept = ('__doc__', '__module__', '__qualname__')
-    same = {name: getattr(target, name) for name in kept}
+    copied = ('__doc__', '__module__', '__qualname__')
+    same = {name: getattr(target, name) for name in copied}
     make = modules.told_apart(type(target), tokens.of_object)
     cls = make(target.__name__, (target,), {**same, **lifted})
     if stops:
@@ -178,7 +178,7 @@ def _lifted_attribute(
     """A method with a block around each call, or a property around each read."""
     if isinstance(attribute, (staticmethod, classmethod)):
         return _lifted(rewrite, attribute)
-    # The method is as Flax has wrapped it: the block is around setup and all.
+    # The method as Flax has wrapped it: ``setup`` has to run in the block, too.
     method = getattr(cls, name)
     if callable(method):
         return _lifted_function(rewrite, method)
@@ -200,7 +200,8 @@ def _lifted_attribute(
 
 def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
     """A function or a method with a block around each call."""
-    # Called if no method of the module is running. Under ``nn.nowrap``, setup waits.
+    # A module that runs no method of its own needs what Flax wraps around a method: it
+    # may have to run ``setup``. A method under ``nn.nowrap`` does without.
     of_module = fn if getattr(fn, 'nowrap', False) else modules.as_method(fn)
 
     @functools.wraps(fn)
@@ -241,8 +242,8 @@ def running_scope(frame: types.FrameType | None = None) -> Scope | None:
             is in. Where it is in no method, as in a function that a method has called,
             Flax knows which method runs.
     """
-    of_line = None if frame is None else modules.module_of(frame)
-    module = of_line or modules.current_module()
+    module_of_line = None if frame is None else modules.module_of(frame)
+    module = module_of_line or modules.current_module()
     return None if module is None else module.scope
 
 
@@ -268,7 +269,7 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
         make: its first parameter says which variables. A parameter ``methods`` is not
             handed to it: it goes to ``BlockDecorator.__call__``.
     """
-    make_of: Any = make
+    make_rewrite: Any = make
     parameters = inspect.signature(make).parameters.values()
     first, *others = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
 
@@ -282,9 +283,9 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
         if not has_target:
             if methods is not None:
                 raise _methods_without_class(methods)
-            return BlockDecorator.of(make_of(*args, **kwargs))
+            return BlockDecorator.of(make_rewrite(*args, **kwargs))
         target, *rest = args
-        return BlockDecorator.of(make_of(*rest, **kwargs))(target, methods)
+        return BlockDecorator.of(make_rewrite(*rest, **kwargs))(target, methods)
 
     out: Any = with_target
     return out

@@ -1,7 +1,7 @@
 """Methods of a wrapper that are made of the methods of its module.
 
-Other libraries get the answers of the module. Keras reads the signature of
-``__call__``. A wrapper has one class for all modules, and Flax does not wrap its
+Other libraries look at a wrapper as at its module: Keras reads the signature of
+``__call__``. But a wrapper has one class for all modules, and Flax does not wrap its
 ``__call__``: otherwise ``capture_intermediates`` would store each result twice, and
 ``nn.intercept_methods`` would change each output twice. Both see the wrapped module.
 """
@@ -45,8 +45,10 @@ def _method_of(module: Any, name: str) -> Callable[..., Any] | None:
     # Not getattr(type(module), name): for ``__call__`` a class without one gives the
     # function that makes instances.
     classes = type(module).__mro__
-    found: Any = next((vars(cls)[name] for cls in classes if name in vars(cls)), None)
-    bound = found.__get__(module) if hasattr(found, '__get__') else found
+    own = [vars(cls)[name] for cls in classes if name in vars(cls)]
+    attribute: Any = own[0] if own else None
+    is_descriptor = hasattr(attribute, '__get__')
+    bound = attribute.__get__(module) if is_descriptor else attribute
     return bound.__func__ if inspect.ismethod(bound) else None
 
 

@@ -1,7 +1,8 @@
 """Running statistics and other state: updated, held, or all in evaluation mode.
 
-``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses. A call works on a copy: a module
-that reads what it wrote computes what it computes without.
+``state=`` of ``nn.Frozen`` and ``nn.mirror`` chooses. A call works on a copy of held
+state. So a module that reads what it has written computes what it computes without a
+wrapper.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ STATE = UPDATE, HOLD, EVAL = 'update', 'hold', 'eval'
 # whether they draw random numbers.
 _STATISTICS = {'use_running_average': True, 'update_stats': False}
 _DROPOUT = {'deterministic': True}
-# What a call gives to its caller is no state: these, and what it sows elsewhere. A
-# model that generates has to write its cache, frozen or not. A mirror only reads it.
+# Collections that are not held, because they are results of a call, as all sown values
+# are. A model that generates has to write its cache, frozen or not. A mirror holds the
+# cache: the module itself may go on to write it.
 OF_MIRRORS = ('intermediates', 'perturbations')
 RESULTS = (*OF_MIRRORS, 'cache')
 
@@ -82,21 +84,23 @@ def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
             return
         opened = stack.enter_context(block)
         stack.callback(copies.drop, opened)
-        takes = functools.partial(_takes, opened)
-        stack.enter_context(_held(module, takes))
-        # At initialization the first state is made as without a wrapper.
+        holds = functools.partial(_holds, opened)
+        stack.enter_context(_held(module, holds))
+        # ``init`` has to make the first state as it does without a wrapper.
         begins = module.scope.get_flag('initializing', False)
         if choice == EVAL and not begins:
-            # Part of JAX's cache keys: a trace of ``nn.jit`` is not found here.
+            # This is in JAX's cache keys. Otherwise ``nn.jit`` would run what it has
+            # traced of the same layer in training.
             stack.enter_context(tracing.running_averages(True))
             names = {'any', *(key[1][-1] for key in _keys_in(module.scope))}
             covers = functools.partial(_covers, opened, names)
-            switch = functools.partial(_evaluate, takes, covers)
+            switch = functools.partial(_evaluate, holds, covers)
             stack.enter_context(linen.intercept_methods(switch))
         yield
 
 
-def _takes(block: blocks.Block, root: roots.Root, key: Key) -> bool:
+def _holds(block: blocks.Block, root: roots.Root, key: Key) -> bool:
+    """Whether a block of a rewrite from ``state_in`` holds a variable."""
     rule: Any = block.rewrite.rule
     if key[0] in rule.results:
         return False
@@ -115,36 +119,36 @@ def _covers(block: blocks.Block, names: Collection[str], scope: Scope) -> bool:
 
     Args:
         block: the block.
-        names: without variables there, the names of those that there might be.
+        names: names to ask about for a module that has no variables.
         scope: the scope of the module.
     """
-    might_be = [('params', (*scope.path, name)) for name in names]
-    root = blocks.root_of(scope)
-    return all(_takes_all(block, root, key) for key in [*_keys_in(scope)] or might_be)
+    examples = [('params', (*scope.path, name)) for name in names]
+    root, keys = blocks.root_of(scope), [*_keys_in(scope)] or examples
+    return all(_selects_whole(block, root, key) for key in keys)
 
 
-def _takes_all(block: blocks.Block, root: roots.Root, key: Key) -> bool:
+def _selects_whole(block: blocks.Block, root: roots.Root, key: Key) -> bool:
     try:
-        said = selection.selects(block, root, key, read=False, noted=True)
-    except Exception:  # The filter was not written for a variable that there is not.
+        decision = selection.selects(block, root, key, read=False, noted=True)
+    except Exception:  # A function may raise for an example, which does not exist.
         block.lease.note([facts_of(key)])
         return False
-    return said is True
+    return decision is True
 
 
-def _is_held(takes: Callable[..., bool], scope: Scope) -> bool:
-    """Whether all state of a module is held; there has to be some.
+def _is_held(holds: Callable[..., bool], scope: Scope) -> bool:
+    """Whether a module has state, and all of it is held.
 
-    What has the names of the parameters, such as their average, is no state.
+    Variables with the names of the parameters, such as their average, do not count.
     """
     root, keys = blocks.root_of(scope), list(_keys_in(scope))
     params = {path for collection, path in keys if collection == 'params'}
     state = [key for key in keys if key[1] not in params]
-    return bool(state) and all(takes(root, key) for key in state)
+    return bool(state) and all(holds(root, key) for key in state)
 
 
 @contextlib.contextmanager
-def _held(module: Any, takes: Callable[..., bool]) -> Generator[None]:
+def _held(module: Any, holds: Callable[..., bool]) -> Generator[None]:
     scopes = modules.own_scopes(module)
     before = [core_scopes.copied_mutable(scope) for scope in scopes]
     try:
@@ -155,29 +159,30 @@ def _held(module: Any, takes: Callable[..., bool]) -> Generator[None]:
             for collection, tree in variables.items():
                 if collection != 'params':
                     now = core_scopes.stored(scope)[collection]
-                    of_root = functools.partial(takes, root)
-                    _put_back(of_root, root.sown, (collection, scope.path), now, tree)
+                    holds_key = functools.partial(holds, root)
+                    key = collection, scope.path
+                    _put_back(holds_key, root.sown, key, now, tree)
 
 
 def _put_back(
-    takes: Callable[[Key], bool],
+    holds: Callable[[Key], bool],
     sown: Collection[Key],
     key: Key,
     now: Any,
     before: Any,
 ) -> None:
-    """Makes held state in both trees what it was; what was created since stays."""
+    """Puts held state of ``before`` into ``now``; new variables stay."""
     collection, path = key
     for name in before.keys() & now.keys():
         value, below = before[name], (collection, (*path, name))
         if isinstance(value, Mapping) and isinstance(now[name], dict):
-            _put_back(takes, sown, below, now[name], value)
-        elif below not in sown and takes(below):
+            _put_back(holds, sown, below, now[name], value)
+        elif below not in sown and holds(below):
             now[name] = value
 
 
 def _evaluate(
-    takes: Callable[..., bool],
+    holds: Callable[..., bool],
     covers: Callable[[Scope], bool],
     next_fun: Any,
     args: Any,
@@ -187,10 +192,10 @@ def _evaluate(
     """Sets the switches of a method, or of its module, for one call."""
     module, switches = context.module, dict[str, bool]()
     fields = {field.name for field in dataclasses.fields(module)}
-    known = {*fields, *inspect.signature(context.orig_method).parameters}
-    if module.scope is not None and known & _STATISTICS.keys():
-        switches |= _STATISTICS if _is_held(takes, module.scope) else {}
-    if module.scope is not None and known & _DROPOUT.keys():
+    names = {*fields, *inspect.signature(context.orig_method).parameters}
+    if module.scope is not None and names & _STATISTICS.keys():
+        switches |= _STATISTICS if _is_held(holds, module.scope) else {}
+    if module.scope is not None and names & _DROPOUT.keys():
         switches |= _DROPOUT if covers(module.scope) else {}
     with contextlib.ExitStack() as stack:
         for name, value in switches.items():
@@ -198,7 +203,7 @@ def _evaluate(
                 before = getattr(module, name)
                 object.__setattr__(module, name, value)
                 stack.callback(object.__setattr__, module, name, before)
-                value = None  # Flax takes it from one place only.
+                value = None  # Flax raises if field and argument are both given.
             args, kwargs = _with_argument(
                 context.orig_method, name, value, args, kwargs
             )

@@ -36,7 +36,7 @@ class Mirror(wrappers.Wrapper):
     values: rules.Rewrite | None = None
     rngs: str = SAME
 
-    # The cache is that of the module, which may be called beside the view.
+    # A view must not write the cache: the module itself may be called as well.
     _results = held_state.OF_MIRRORS
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Mirror(wrappers.Wrapper):
 
     @nowrap
     def make_rng(self, name: str = 'params') -> Any:
-        """Draws as the module does; ``nn.jit`` asks for it around its body."""
+        """Draws as the module does: ``nn.jit`` draws before its body begins."""
         with _handle_rngs(self.module, self.rngs):
             return self.module.make_rng(name)
 
@@ -57,7 +57,7 @@ class Mirror(wrappers.Wrapper):
         with contextlib.ExitStack() as stack:
             stack.enter_context(_handle_rngs(self.module, self.rngs))
             if self.values is not None:
-                # What is computed of other values is no state of the module.
+                # State that is computed from other values is not that of the module.
                 everything = filters.Constant(True)
                 stack.enter_context(self._state_in(everything, held_state.HOLD))
                 stack.enter_context(self._block(self.values, judge))
@@ -193,7 +193,7 @@ def _is_own(path: Path) -> bool:
     return not path.outside
 
 
-# The key, among the counts of a scope's draws, of those of its views.
+# The key under which a scope's counts of draws have the counts of its views.
 _OF_VIEWS: Any = object()
 
 
@@ -204,34 +204,37 @@ def _handle_rngs(module: Any, choice: str) -> Generator[None]:
         if choice == SAME:
             for scope in modules.own_scopes(module):
                 # Initializers draw other numbers for each parameter, in views too.
-                kept = 'params' if scope.get_flag('initializing', False) else None
-                stack.enter_context(_counted_apart(scope.rng_counters, kept))
+                shared = 'params' if scope.get_flag('initializing', False) else None
+                stack.enter_context(_counted_apart(scope.rng_counters, shared))
         yield
 
 
 @contextlib.contextmanager
-def _counted_apart(counts: dict[Any, Any], kept: str | None) -> Generator[None]:
-    # In the scope's own dict: there Flax carries it through its transforms.
+def _counted_apart(counts: dict[Any, Any], shared: str | None) -> Generator[None]:
+    """Lets views count their draws apart, but for a random stream that is shared."""
+    # The counts of views are in the scope's own dict, which Flax carries through its
+    # transforms.
     of_views = counts.pop(_OF_VIEWS, {})
     of_module = core_scopes.copied(counts)
-    _set(counts, of_views, kept)
-    if _OF_VIEWS in of_views:  # Those of views of the view.
+    _set(counts, of_views, shared)
+    if _OF_VIEWS in of_views:  # The counts of views of the view.
         counts[_OF_VIEWS] = of_views[_OF_VIEWS]
     try:
         yield
     finally:
         of_views = core_scopes.copied(counts)
         counts.pop(_OF_VIEWS, None)
-        _set(counts, of_module, kept)
+        _set(counts, of_module, shared)
         if _any(of_views):
             counts[_OF_VIEWS] = of_views
 
 
-def _set(counts: dict[Any, Any], wanted: Mapping[Any, Any], kept: str | None) -> None:
+def _set(counts: dict[Any, Any], wanted: Mapping[Any, Any], shared: str | None) -> None:
+    """Sets counts in their own dicts, but for a random stream that is shared."""
     for key, count in counts.items():
         if isinstance(count, dict):
-            _set(count, wanted.get(key, {}), kept)
-        elif key != kept:
+            _set(count, wanted.get(key, {}), shared)
+        elif key != shared:
             counts[key] = wanted.get(key, 0)
 
 

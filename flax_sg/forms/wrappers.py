@@ -1,8 +1,8 @@
-"""``Frozen``: a module around a module, which takes no place of its own in the tree.
+"""``Frozen``: a module around a module, which has no place of its own in the tree.
 
 The naive attempts: a wrapper with a submodule puts its own name into every path, and
-``nn.share_scope``, which takes the name away again, leaves the submodule with the
-random streams and the path that it had before. A wrapper that makes its own class look
+``nn.share_scope``, which removes the name again, leaves the submodule with the random
+streams and the path that it had before. A wrapper that makes its own class look
 like that of the module loses what Flax does to methods of either.
 
 Here the wrapped module is bound to the scope that Flax makes for the wrapper, or the
@@ -68,7 +68,7 @@ class _Forwards:
         # Flax gives every class a ``scope`` of None.
         setattr(cls, 'scope', _ScopeOfModule())  # noqa: B010
 
-    # What holds while the module is used.
+    # The block of a call, and its state.
 
     _results = held_state.RESULTS
 
@@ -77,7 +77,7 @@ class _Forwards:
         """The block is open, and state is treated as ``state`` says.
 
         Args:
-            judge: whether to raise if a filter took no variable.
+            judge: whether to raise if a filter matches no variable.
         """
         state = self._state_in(self.where, self.state)
         with state, self._block(self._rewrite, judge):
@@ -93,7 +93,7 @@ class _Forwards:
         judged = opening.EXISTENCE if judge else opening.NOTHING
         return opening.InBlock(rewrite, owner.scope, judged)
 
-    # How it begins.
+    # How a wrapper is made.
 
     def _check_fields(self: Any) -> None:
         """Makes values of the filter and the collections; raises for wrong fields."""
@@ -134,16 +134,16 @@ class _Forwards:
             cls = type(innermost(self.module))
             _set(self, name=modules.autoname(place, cls))
 
-    # What is asked of it.
+    # What is forwarded to the module.
 
     def __enter__(self: Any) -> Any:
         raise mistakes.no_block(type(self).__name__, type(innermost(self)))
 
     def __exit__(self, *exc: object) -> None:
-        """Python asks for it before it calls ``__enter__``."""
+        """Python looks for ``__exit__`` before it calls ``__enter__``, which raises."""
 
     @functools.partial(forwarded.OfModule, made=forwarded.forwards)
-    @nowrap  # For transforms of the class.
+    @nowrap  # ``nn.jit(nn.Frozen)`` and the like would have Flax wrap it.
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
         return self._run('__call__', args, kwargs)
@@ -171,7 +171,7 @@ class _Forwards:
 
         name_of = type(self).__name__
         out = residuals.call(name_of, innermost(self), self, use, (args, kwargs))
-        return self._seen(name, out)  # A module in it reads when it is used.
+        return self._seen(name, out)  # A module in ``out`` reads when it is used.
 
     def __getattr__(self: Any, name: str) -> Any:
         """What the wrapped module has under this name, as seen in the block."""
@@ -191,7 +191,7 @@ class _Forwards:
         return self.__getattr__('variables')
 
     def _seen(self: Any, name: str, value: Any) -> Any:
-        """What somebody outside of the block gets for a value of the module."""
+        """What code outside of the block gets for a value of the module."""
         if inspect.ismethod(value) and value.__self__ is self.module:
             return types.MethodType(forwarded.forwards(name, value.__func__), self)
         if self.scope is None:
@@ -200,7 +200,7 @@ class _Forwards:
             return self._part(value)
         if isinstance(value, (list, tuple, dict, FrozenDict)):
             return self._seen_within(name, value)
-        # Such a value reads when it is used, and the block has closed by then.
+        # These read variables when they are used, and the block has closed by then.
         is_function = isinstance(value, contents.FUNCTIONS)
         if isinstance(value, modules.Variable) or (
             is_function and contents.may_hold(value, contents.MODULES)
@@ -210,12 +210,12 @@ class _Forwards:
             raise self._read_later(name, 'generator or another lazy iterator')
         return value
 
-    def _read_later(self: Any, name: str, kind: str) -> errors.BlockError:
+    def _read_later(self: Any, name: str, what: str) -> errors.BlockError:
         wrapper, cls = type(self).__name__, type(innermost(self)).__name__
-        return mistakes.read_later(wrapper, cls, name, kind)
+        return mistakes.read_later(wrapper, cls, name, what)
 
     def _seen_within(self: Any, name: str, value: Any) -> Any:
-        """A list, tuple or dict as somebody sees it; itself, if it holds no module."""
+        """A list, tuple or dict of such values; itself, if nothing in it is another."""
         is_dict = isinstance(value, (dict, FrozenDict))
         items = [*value.values()] if is_dict else [*value]
         seen = [self._seen(name, item) for item in items]
@@ -239,7 +239,7 @@ class Wrapper(_Forwards, modules.Module):
         where: the variables to rewrite, by paths relative to the wrapped module.
         collections: the collections that ``where`` looks at.
         state: what happens to running statistics and other state.
-        unused: what to do if a part of ``where`` took no variable.
+        unused: what to do if a part of ``where`` matches no variable.
         rule: what a reader sees instead of the stored value.
         within: for a part of a wrapped module, the one that paths are relative to.
     """
@@ -274,8 +274,8 @@ class Wrapper(_Forwards, modules.Module):
 
     @nowrap
     def _try_setup(self, shallow: bool = False) -> None:
-        # A lifted function sets up what it is handed, outside of transforms of its
-        # class: that decides from which random streams ``setup`` draws.
+        # Flax sets up an argument of a lifted function outside of the transform. If the
+        # wrapped module were set up inside, it would draw from other random streams.
         begins = not shallow and modules.starts_setup(self)
         super()._try_setup(shallow)
         if begins:
@@ -284,7 +284,7 @@ class Wrapper(_Forwards, modules.Module):
 
     @nowrap
     def _validate_setup(self) -> None:
-        """Nothing of its own to check, and the module is bound already."""
+        """Checks nothing: the module is bound already."""
 
     @nowrap
     def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
@@ -356,7 +356,7 @@ class Frozen(Wrapper):
               told. Dropout is off in a module if ``where`` selects everything under its
               path: with True or ``'stage_1/**'``, not with ``'**/kernel'``. What is
               created, at init, is created as ever.
-        unused: ``'raise'`` if a part of ``where`` took no variable by the end of a
+        unused: ``'raise'`` if a part of ``where`` matched no variable by the end of a
             call, ``'ignore'`` to let that pass.
         rule: what a reader sees instead of the stored value, ``rules.StopGradient()``
             by default; ``rewrite(module)`` makes a wrapper with the rewrite's rule.
@@ -365,7 +365,7 @@ class Frozen(Wrapper):
         ArgumentTypeError: if ``module`` is no module: None, a function, a class. When
             ``apply`` or ``init`` is called that the module overrides.
         ArgumentValueError: if it is given another name than the module has already.
-        UnusedFilterError: at the end of a call, if a part of ``where`` took nothing.
+        UnusedFilterError: at the end of a call, if a part of ``where`` matched nothing.
 
     Note:
         In the body of ``nn.scan`` the stacked weights are no residual of every step, as

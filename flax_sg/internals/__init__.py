@@ -10,7 +10,7 @@ file             contents
 ``core_scopes``  the variables of a scope, copies of scopes
 ``lifting``      ``nn.scan``, ``nn.vmap``, ``nn.jit``: names, axes, order of variables
 ``patching``      the functions of Flax and JAX that the import replaces
-``tracing``      the traces around a tracer, the keys of JAX's caches
+``tracing``      the traces of a tracer, the keys of JAX's caches
 ``jaxprs``       equations, their parameters and places in the source
 ``frames``       frames of the Python stack, and which are the user's
 ``places``       the line, the thread and the asyncio task of a call

@@ -19,8 +19,8 @@ _OURS, _FLAX, _JAX = (
     for file in (os.path.dirname(__file__), flax.__file__, jax.__file__)
 )
 _NOT_OF_USERS = (_OURS, _FLAX, _JAX)
-# Hooks stand between a program and what it calls. Tracebacks, and the lines that JAX
-# notes for each operation, leave them out, as they do with Flax's own files.
+# Hooks run between a program and Flax. Tracebacks, and the lines that JAX notes for
+# each operation, leave the hooks out, as they leave out Flax's own files.
 traceback_util.register_exclusion(_OURS)
 _STANDARD = sysconfig.get_path('stdlib') + os.sep
 
@@ -43,10 +43,10 @@ def _is_file_of_user(file: str) -> bool:
 
 def frame_of_user(depth: int) -> types.FrameType:
     """Returns the innermost frame of the user's program, starting at ``depth``."""
-    found = sys._getframe(depth + 1)
-    while found.f_back is not None and not is_of_user(found.f_code):
-        found = found.f_back
-    return found
+    frame = sys._getframe(depth + 1)
+    while frame.f_back is not None and not is_of_user(frame.f_code):
+        frame = frame.f_back
+    return frame
 
 
 def file_name(file: str) -> str:

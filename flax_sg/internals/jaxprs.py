@@ -35,10 +35,10 @@ CUSTOM_CALLS = frozenset(
 )
 _BODY = ('jaxpr', 'call_jaxpr', 'call', 'fun_jaxpr')
 
-# Where JAX makes equations for ``cond`` and ``switch``.
+# The file in which JAX makes equations for ``cond`` and ``switch``.
 _CONDITIONALS = inspect.unwrap(jax.lax.cond).__code__.co_filename
 
-# Begins the name of a scope that holds what a block does to a value it hands out.
+# Begins the name of the scope of equations by which a block rewrites a value.
 BLOCK = 'block:'
 
 
@@ -60,7 +60,7 @@ def body_of(eqn: Any) -> Any:
 def is_plain_jit(eqn: Any) -> bool:
     """Whether an equation is a ``jax.jit`` that says no more than its body does.
 
-    If JAX calls these parameters otherwise one day, no ``jax.jit`` is.
+    If a JAX names these parameters otherwise, no equation is.
     """
     names = {'in_shardings', 'out_shardings', 'donated_invars'}
     if eqn.primitive.name not in JITTED or names - eqn.params.keys():
@@ -73,7 +73,7 @@ def is_plain_jit(eqn: Any) -> bool:
 
 
 def _parameters(eqn: Any, *names: str) -> list[Any]:
-    """What is in some tuples among the parameters of an equation."""
+    """The items of some parameters of an equation, which are tuples."""
     return [x for name in names for x in eqn.params.get(name, ())]
 
 
@@ -83,7 +83,7 @@ def is_ref(var: Any) -> bool:
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """What to trace a function with, to have an argument of this type."""
+    """The argument with which a function is traced for a type."""
     options = {'weak_type': getattr(aval, 'weak_type', False)}
     mesh = getattr(getattr(aval, 'sharding', None), 'mesh', None)
     if mesh is not None and not mesh.empty:
@@ -102,9 +102,9 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def stacked(aval: Any, length: int) -> Any:
-    """The type of as many arrays in one, along a new first axis."""
-    one = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
-    return jax.make_jaxpr(lambda x: x)(one).jaxpr.invars[0].aval
+    """The type of an array that stacks arrays of a type, along a new first axis."""
+    shape = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+    return jax.make_jaxpr(lambda x: x)(shape).jaxpr.invars[0].aval
 
 
 class Checkpoint(NamedTuple):
@@ -116,7 +116,7 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_of(eqn: Any) -> Checkpoint | None:
-    """The ``jax.checkpoint`` of an equation; None for equations of another kind."""
+    """The ``jax.checkpoint`` of an equation; None for other equations."""
     if eqn.primitive.name not in CHECKPOINTS:
         return None
     params = eqn.params
@@ -143,7 +143,7 @@ def program_text(compiled: Any) -> str:
     """Returns optimized HLO with all constants and without source locations.
 
     ``as_text`` elides constants, so programs that differ only in constants would have
-    the same text. jaxlib has moved the options class: this finds it beside HloModule.
+    the same text. jaxlib has moved the options class: it is in the module of HloModule.
     """
     [module] = compiled.runtime_executable().hlo_modules()
     home = importlib.import_module(type(module).__module__)
@@ -156,20 +156,20 @@ def program_text(compiled: Any) -> str:
 def counts(compiled: Any) -> dict[str, float]:
     """Returns XLA's counts of a compiled program: its flops, the bytes it accesses.
 
-    The compiler of a GPU that is not there counts nothing. Then XLA counts the
+    A program for a GPU that this machine lacks has no counts. Then XLA counts the
     optimized program as it does for a CPU.
     """
-    found = compiled.cost_analysis()
-    if found is None:
+    analysis = compiled.cost_analysis()
+    if analysis is None:
         [module] = compiled.runtime_executable().hlo_modules()
         [cpu, *_] = jax.devices('cpu')
         home, name = importlib.import_module('jaxlib._jax'), 'hlo_module_cost_analysis'
-        found = versions.call('benchmarks', home, name, cpu.client, module)
-    return found
+        analysis = versions.call('benchmarks', home, name, cpu.client, module)
+    return analysis
 
 
 def kept_arguments(compiled: Any) -> list[int]:
-    """The numbers of the arguments that a compiled program takes.
+    """The indices of the arguments that a compiled program has.
 
     ``jax.jit`` drops arguments that are not used.
     """
@@ -199,7 +199,7 @@ def within(eqn: Any) -> list[Any]:
 
 
 def _what(value: Any) -> Hashable:
-    """A value or a function, so that equal ones are compiled from the same code."""
+    """What tells a value or a function from others; functions by code and values."""
     value = getattr(value, 'callback_func', value)
     if isinstance(value, functools.partial):
         return _what(value.func), _what(value.args), _what(value.keywords)
@@ -239,7 +239,7 @@ class Bodies(NamedTuple):
 
     Attributes:
         jaxprs: open or closed: the branches of a ``cond``, otherwise one or none.
-        first: the number of the first input of the equation that goes into them.
+        first: the index of the first input of the equation that goes into them.
         carry: the inputs that a loop carries from turn to turn. The first outputs of
             the body are their next values.
     """
@@ -295,7 +295,7 @@ def frames_of(eqn: Any, within: str = '') -> Iterator[Frame]:
 def is_of_cond(eqn: Any) -> bool:
     """Whether JAX itself made an equation, for ``lax.cond`` or ``lax.switch``.
 
-    What the branches are made of, JAX has traced; jax 0.7.2 records these frames, too.
+    The frames that traced the branches do not count; jax 0.7.2 records these, too.
     """
     traceback = eqn.source_info.traceback
     codes = traceback.raw_frames()[0] if traceback else ()

@@ -55,7 +55,7 @@ class ToldByHash:
 
     @property
     def __fn_or_cls__(self) -> tuple[type, int]:
-        """What stands for it."""
+        """What ``nn.jit`` keeps: the class and the hash."""
         return type(self), hash(self)
 
 
@@ -219,8 +219,8 @@ def children_of(module: Module) -> dict[str, Any]:
 
 def attributes() -> frozenset[str]:
     """The attributes that every module has: methods, and Flax's private state."""
-    kept = {'_state', '_id', '_parent_ref', '_compact_name_scope_modules'}
-    return frozenset({*dir(Module)} - {'setup'} | kept)
+    private = {'_state', '_id', '_parent_ref', '_compact_name_scope_modules'}
+    return frozenset({*dir(Module)} - {'setup'} | private)
 
 
 def start(module: Module) -> None:
@@ -248,7 +248,7 @@ def bind_at(module: Module, scope: Scope, name: str | None) -> Module:
     Flax may have queued the module for attachment, and then attaches it a second time.
     Since its parent is a scope, the module ends up in the same place.
     """
-    if module.parent is None:  # Made outside: Flax clones it once per tree.
+    if module.parent is None:  # Flax clones a module from outside once in each tree.
         outside, module = module, module.clone(name=None)
         _adopted(scope)[outside._id] = module
     object.__setattr__(module, 'name', name)

@@ -44,15 +44,15 @@ RULES: dict[str, tuple[str, ...]] = {
     'custom_vmap': ('vmap_rule',),
 }
 
-# What the hooked attributes were, by their keys in ``HOOKED``.
+# The functions of Flax and JAX that were replaced, by their keys in ``HOOKED``.
 originals: dict[str, Any] = {}
 
 
 def install(hooks: Mapping[str, Callable[..., Any]]) -> None:
     """Puts the hooks in place, once and for good.
 
-    While no block is open, a hook calls what it stands for. A second call does nothing:
-    a hook would stand for itself.
+    While no block is open, a hook calls the function that it has replaced. A second
+    call does nothing: otherwise hooks would replace, and call, themselves.
 
     Args:
         hooks: for each name in ``HOOKED`` the function to install.

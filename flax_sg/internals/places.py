@@ -64,10 +64,10 @@ def _task() -> Any:
 
 
 def warn_once(
-    text: str, place: Place, kind: type[Warning] = errors.NothingStoppedWarning
+    text: str, place: Place, category: type[Warning] = errors.NothingStoppedWarning
 ) -> None:
     """Warns of a block, once per line that opens such a block."""
-    warnings.warn_explicit(text, kind, place.file, place.line, registry=_warned)
+    warnings.warn_explicit(text, category, place.file, place.line, registry=_warned)
 
 
 _warned: dict[Any, Any] = {}  # Python records the issued warnings here.

@@ -95,19 +95,19 @@ def _traces_anew() -> bool:
 
 
 def _tells_traces_apart() -> bool:
-    found: list[bool] = []
+    checks: list[bool] = []
     outside = tracing.kept_trace()
 
     def traced(x: Any) -> Any:
         level, kept = tracing.current_trace(), tracing.kept_trace()
 
         def differentiated(y: Any) -> Any:
-            for place in (tracing.in_trace_of(x), tracing.in_innermost_trace([level])):
-                with place:
-                    found.append(tracing.current_trace() == level)
-            found.append(tracing.current_trace() != level)
-            found.append(tracing.kept_trace() == kept != outside)
-            found.append(not isinstance(tracing.stopped(y), type(y)))
+            for trace in (tracing.in_trace_of(x), tracing.in_innermost_trace([level])):
+                with trace:
+                    checks.append(tracing.current_trace() == level)
+            checks.append(tracing.current_trace() != level)
+            checks.append(tracing.kept_trace() == kept != outside)
+            checks.append(not isinstance(tracing.stopped(y), type(y)))
             return y
 
         jax.jvp(differentiated, (x,), (x,))
@@ -115,37 +115,37 @@ def _tells_traces_apart() -> bool:
         return x
 
     jax.eval_shape(traced, jax.ShapeDtypeStruct((), 'float32'))
-    return all(found)
+    return all(checks)
 
 
 def _packs() -> bool:
     """Whether lifted transforms call ``_partial_pack`` with these names."""
-    found: list[Any] = []
+    packed: list[Any] = []
 
     def partial_pack(tree: Any, ins: Any, outs: Any, rngs: Any, name: Any) -> Any:
-        found.append(name)
+        packed.append(name)
         raise _Called
 
     pack = lifting.with_names(lift.pack, _partial_pack=partial_pack)
 
-    def of(transform: Any) -> Any:
+    def probed(transform: Any) -> Any:
         return lifting.with_names(transform, pack=pack)
 
     scope = _probe().scope
     axes = {'variable_axes': {'params': 1}, 'split_rngs': {'params': False}}
     programs: dict[str, Callable[[], Any]] = {
-        lifting.SCAN: lambda: of(lift.scan)(id, **axes)(scope),
-        lifting.JIT: lambda: of(lift.jit)(id)(scope),
-        lifting.MAP: lambda: of(lift.map_variables)(id, 'params')(scope),
+        lifting.SCAN: lambda: probed(lift.scan)(id, **axes)(scope),
+        lifting.JIT: lambda: probed(lift.jit)(id)(scope),
+        lifting.MAP: lambda: probed(lift.map_variables)(id, 'params')(scope),
     }
     for program in programs.values():
         with contextlib.suppress(_Called):
             program()
-    return found == [*programs]
+    return packed == [*programs]
 
 
 def _hands_on_flags() -> bool:
-    """Whether all that Flax makes of a scope has the flags of the scope."""
+    """Whether each scope that Flax makes of a scope has its flags."""
     scope = Scope({'params': {'a': {}}}, mutable=True, flags={'flag': True})
     scope_fn, _, variables, rngs, _ = lift._partial_pack(scope, (True,), (), (True,))
     made = scope.push('a'), scope.rewound(), scope_fn(variables, rngs)
@@ -215,7 +215,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     'Module.bind has to call flax.core.bind': _binds_modules,
     'nn.jit has to read __fn_or_cls__ of a class in a field': _tells_classes_apart,
     'jit has to trace anew in another jax.make_user_context': _traces_anew,
-    'traces have to tell which one is around them': _tells_traces_apart,
+    'traces have to tell their outer traces': _tells_traces_apart,
     'lifted transforms have to call flax.core.lift._partial_pack': _packs,
     **{
         f'attributes of {name}': lambda thing=thing, names=names: _has(thing(), names)

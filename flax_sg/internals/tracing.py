@@ -33,7 +33,7 @@ user_context = jax.make_user_context(0)
 # part of the cache keys, since it changes what is traced.
 running_averages = jax.make_user_context(False)
 
-# Whether freezes of optimizers mark their state, and whether one around has cut rows.
+# Whether freezes of optimizers mark their state, and whether an outer one has cut rows.
 freezes = jax.make_user_context((False, False))
 
 
@@ -71,17 +71,17 @@ def stopped(leaf: Any) -> Any:
 def zeros_of(aval: Any) -> Any:
     """Zeros of a type."""
     zeros = ad.zeros_like_aval(aval)
-    # JAX makes them in the memory of the device.
+    # JAX makes zeros in the memory of the device, also for a type in host memory.
     space: Any = aval.memory_space
     if jax.typeof(zeros).memory_space == space:
         return zeros
-    if not isinstance(zeros, Tracer):  # jax 0.7 would leave them there.
+    if not isinstance(zeros, Tracer):  # jax 0.7 would leave them on the device.
         space = zeros.sharding.with_memory_kind('pinned_host')
     return jax.device_put(zeros, space)
 
 
 def _outwards(trace: Any) -> Iterator[Any]:
-    """Yields a trace and the traces around it, innermost first."""
+    """Yields a trace and its outer traces, innermost first."""
     while trace is not None:
         yield trace
         trace = getattr(trace, 'parent_trace', None)
@@ -96,17 +96,17 @@ def in_innermost_trace(
     them may be innermost. A trace knows only its parent, so this searches outwards.
 
     Args:
-        levels: results of ``current_trace`` in code around the running code.
-        *leaves: the values to use in that trace; their traces count too.
+        levels: results of ``current_trace``, of calls that are still running.
+        *leaves: values to use in that trace; their traces count too.
         examples: whether a ``vmap`` trace counts even if no leaf is batched in it.
     """
     used = [leaf._trace for leaf in leaves if isinstance(leaf, Tracer)]
     wanted = [level._trace_ref() for level in levels if level is not None]
-    found = False
+    reached = False
     for trace in _outwards(jax_core.trace_ctx.trace):
-        found = found or any(trace is other for other in wanted)
+        reached = reached or any(trace is level for level in wanted)
         counts = examples or not isinstance(trace, jax_batching.BatchTrace)
-        if any(trace is other for other in used) or (found and counts):
+        if any(trace is other for other in used) or (reached and counts):
             return jax_core.set_current_trace(trace)
     return in_trace_of(leaves[0]) if leaves else contextlib.nullcontext()
 
@@ -121,20 +121,21 @@ def kept_traces(level: Any = None) -> Iterator[weakref.ref[Any]]:
         level: the trace to start from, a result of ``current_trace``; by default that
             of the running code. There are none if it has ended.
     """
-    found = kept_trace(level)
-    while found is not None:
-        yield found
-        found = _kept_around(getattr(found(), 'parent_trace', None))
+    kept = kept_trace(level)
+    while kept is not None:
+        yield kept
+        kept = _innermost_kept(getattr(kept(), 'parent_trace', None))
 
 
 def kept_trace(level: Any = None) -> weakref.ref[Any] | None:
     """The innermost of ``kept_traces``."""
-    return _kept_around(
+    return _innermost_kept(
         jax_core.trace_ctx.trace if level is None else level._trace_ref()
     )
 
 
-def _kept_around(trace: Any) -> weakref.ref[Any] | None:
+def _innermost_kept(trace: Any) -> weakref.ref[Any] | None:
+    """A trace itself, or the first outer trace, that JAX may cache."""
     while trace is not None:
         outer = getattr(trace, 'parent_trace', None)
         if outer is None or isinstance(trace, partial_eval.DynamicJaxprTrace):
@@ -153,7 +154,7 @@ def as_weak(x: Any) -> Any:
     return as_type('_convert_element_type', x, x.dtype, weak_type=True)
 
 
-# Part of JAX's trace cache keys, with a new number for each module summary. On a cache
+# Part of JAX's trace cache keys, with a new value for each module summary. On a cache
 # hit, a jitted function would call no modules, and the summary would miss them.
 summary_context = jax.make_user_context(0)
 

@@ -47,27 +47,27 @@ def call(who: str, owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UnsupportedVersionError: if it is missing, or takes other arguments.
     """
-    place = f'{owner.__name__}.{name}'
     try:
-        found = getattr(owner, name)
-        if inspect.isfunction(found):
-            inspect.signature(found).bind(*args, **kwargs)
+        fn = getattr(owner, name)
+        if inspect.isfunction(fn):
+            inspect.signature(fn).bind(*args, **kwargs)
     except (AttributeError, TypeError) as error:
-        raise unsupported([f'{place} ({error})'], who) from None
-    return found(*args, **kwargs)
+        fault = f'{owner.__name__}.{name} ({error})'
+        raise unsupported([fault], who) from None
+    return fn(*args, **kwargs)
 
 
 def unsupported(
     faults: Sequence[str], who: str = 'flax_sg'
 ) -> errors.UnsupportedVersionError:
     """Makes the error for private names of Flax or JAX that are missing or changed."""
-    found = f'flax {flax.__version__} and jax {jax.__version__}'
+    installed = f'flax {flax.__version__} and jax {jax.__version__}'
     ranges = [f'{name} {old} to {new}' for name, (old, new) in SUPPORTED.items()]
     pins = [f"'{name}>={old},<={new}'" for name, (old, new) in SUPPORTED.items()]
     lines = [
         f'{who} needs what this installation does not have:',
         *(f'  {fault}' for fault in faults),
-        f'Found {found}; supported are {" with ".join(ranges)}.',
+        f'Found {installed}; supported are {" with ".join(ranges)}.',
         f'Fix: pip install {" ".join(pins)}',
     ]
     return errors.UnsupportedVersionError('\n'.join(lines))

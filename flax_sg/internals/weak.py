@@ -1,4 +1,4 @@
-"""What is remembered of objects as long as they live."""
+"""A table of objects, which remembers each of them as long as it lives."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ByIdentity(Generic[T]):
 
     def get(self, key: Any) -> T | None:
         """Returns what was put in for an object, or None."""
-        found = self.known.get(id(key))
-        return None if found is None or found[0]() is not key else found[1]
+        entry = self.known.get(id(key))
+        return None if entry is None or entry[0]() is not key else entry[1]
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the objects that are alive."""
@@ -34,14 +34,15 @@ class ByIdentity(Generic[T]):
 
     def put(self, key: Any, value: T) -> None:
         """Puts in a value; raises TypeError for what nothing can refer to weakly."""
-        number = id(key)
-        ref = weakref.ref(key, lambda _: self.forget(number))
+        identity = id(key)
+        ref = weakref.ref(key, lambda _: self.forget(identity))
         with self.lock:
-            self.known[number] = ref, value
+            self.known[identity] = ref, value
 
-    def forget(self, number: int) -> None:
+    def forget(self, identity: int) -> None:
         """Removes the entry of an object that is gone."""
         with self.lock:
-            found = self.known.get(number)
-            if found is not None and found[0]() is None:  # No later object's entry.
-                del self.known[number]
+            entry = self.known.get(identity)
+            # A later object may have the same ``id`` already: its entry stays.
+            if entry is not None and entry[0]() is None:
+                del self.known[identity]

@@ -84,18 +84,18 @@ class _Given:
             leaf: [tuple(map(str, keys)) for keys in walk.ways.every[key]]
             for key, leaf in walk.leaves.items()
         }
-        # For each Variable the paths that the values know, with what they have there.
-        self._known = {
-            leaf: [(names, self._read(names)) for names in paths if self._knows(names)]
+        # For each Variable the paths that the values tell of, and the values there.
+        self._given = {
+            leaf: [(names, self._read(names)) for names in paths if self._tells(names)]
             for leaf, paths in self._paths.items()
         }
-        pairs = itertools.chain(*self._known.values())
+        pairs = itertools.chain(*self._given.values())
         self._forms = {_form(value) for _, value in pairs}
 
     def value_for(self, leaf: Leaf) -> Any:
         """The value for a Variable, or an error; None for the Variable's own."""
-        if known := self._known[leaf]:
-            return _common_value(known)
+        if given := self._given[leaf]:
+            return _common_value(given)
         if self._is_left_out(leaf):
             return errors.StructureError(
                 f'nnx.substitute: the state has no value for {"/".join(leaf.names)!r}, '
@@ -106,7 +106,7 @@ class _Given:
             )
         return None
 
-    def _knows(self, names: Names) -> bool:
+    def _tells(self, names: Names) -> bool:
         """Whether the values tell what is read at a path.
 
         A model tells it of all its paths, with None where it has nothing: then weights
@@ -165,12 +165,12 @@ def _form(value: Any) -> Any:
     return tuple(map(shape_and_dtype, jax.tree.leaves(raw(value))))
 
 
-def _common_value(known: list[tuple[Names, Any]]) -> Any:
-    """The value at all known paths of a Variable; an error if they differ."""
-    (first, value), *others = known
+def _common_value(given: list[tuple[Names, Any]]) -> Any:
+    """The value that is given at all paths of a Variable; an error if they differ."""
+    (first, value), *others = given
     for names, other in others:
         if not _is_same(value, other):
-            without = [path for path, given in known if given is None]
+            without = [path for path, new in given if new is None]
             why = f'{"/".join(without[0])!r} has none' if without else 'they differ'
             one, two = map('/'.join, (first, names))
             return errors.StructureError(

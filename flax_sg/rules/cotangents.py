@@ -71,9 +71,9 @@ class OnCotangents(rules.Keyed):
             fn: as for ``primitives.map_cotangents``; it gets the operands.
             selected: the variables, each with its leaves.
         """
-        leaves = [leaf for _, of_path in selected for leaf in of_path]
+        leaves = _leaves(selected)
         new = iter(primitives.map_cotangents(fn, leaves, self.operands))
-        return [[next(new) for _ in of_path] for _, of_path in selected]
+        return [[next(new) for _ in own] for _, own in selected]
 
 
 class Scale(OnCotangents):
@@ -105,11 +105,11 @@ class Each(OnCotangents):
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns the leaf, behind an identity that maps its cotangent."""
-        given = self._fn  # JAX keeps what follows, and with ``self`` the operands.
+        of_user = self._fn  # JAX keeps ``fn``: with ``self``, the operands as well.
 
         def fn(cotangents: Sequence[Any], _: Any, *operands: Any) -> list[Any]:
-            new = [given(path, *cotangents, *operands)]
-            what = f'what {predicates.describe(given)} returns'
+            new = [of_user(path, *cotangents, *operands)]
+            what = f'what {predicates.describe(of_user)} returns'
             return _checked(path, what, cotangents, new)
 
         return self._mapped(fn, [(path, [leaf])])[0][0]
@@ -158,9 +158,9 @@ class ClipGlobalNorm(OnCotangents):
     def together(self, selected: rules.Selected) -> list[list[Any]]:
         """Returns the leaves behind one identity."""
 
-        def fn(cotangents: Sequence[Any], given: Any, bound: Any) -> list[Any]:
-            # A leaf that is not differentiated, a frozen one say, does not count.
-            counted = [ct for ct, there in zip(cotangents, given, strict=True) if there]
+        def fn(cotangents: Sequence[Any], flags: Any, bound: Any) -> list[Any]:
+            # A leaf that is not differentiated, such as a frozen one, does not count.
+            counted = [ct for ct, flag in zip(cotangents, flags, strict=True) if flag]
             return _scaled_down(cotangents, counted, bound)
 
         return self._mapped(fn, selected)
@@ -169,7 +169,7 @@ class ClipGlobalNorm(OnCotangents):
 def _scaled_down(
     cotangents: Sequence[Any], counted: Sequence[Any], bound: Any
 ) -> list[Any]:
-    """Cotangents, times what brings the norm of the counted ones down to the bound."""
+    """Cotangents, times the factor that brings the counted ones within the bound."""
     square = functools.reduce(operator.add, map(_square, counted))
     bound = bound.astype(square.dtype)
     over = square > bound * bound
@@ -196,7 +196,7 @@ class Copy(OnCotangents):
     """
 
     jointly: ClassVar[bool] = True
-    # What the uses of a source get goes to its target, whoever differentiates it.
+    # A target gets the cotangent of a source that nothing differentiates, too.
     of_constants: ClassVar[bool] = True
 
     def __init__(self, sources: Mapping[str, str], add: bool) -> None:
@@ -205,55 +205,58 @@ class Copy(OnCotangents):
 
     def together(self, selected: rules.Selected) -> list[list[Any]]:
         """Returns the leaves behind one identity."""
-        leaves = [leaf for _, of_path in selected for leaf in of_path]
-        if not any(isinstance(leaf, tracing.Tracer) for leaf in leaves):
+        if not any(isinstance(leaf, tracing.Tracer) for leaf in _leaves(selected)):
             return super().together(selected)
         pairs = self._pairs(selected)
 
         def fn(cotangents: Sequence[Any], _: Any) -> list[Any]:
             out = list(cotangents)
-            for to, of in pairs:
-                out[to] = (
-                    cotangents[of] + cotangents[to] if self._add else cotangents[of]
-                )
+            for target, source in pairs:
+                new = cotangents[source]
+                out[target] = new + cotangents[target] if self._add else new
             return out
 
         return self._mapped(fn, selected)
 
     def _pairs(self, selected: rules.Selected) -> list[tuple[int, int]]:
-        """The numbers of leaves, each target with its source."""
-        places: dict[tuple[str, str], list[int]] = {}
+        """The indices of leaves, each target with its source."""
+        indices: dict[tuple[str, str], list[int]] = {}
         leaves: list[Any] = []
-        for path, of_path in selected:
-            numbers = range(len(leaves), len(leaves) + len(of_path))
+        for path, own in selected:
+            of_path = range(len(leaves), len(leaves) + len(own))
             # A name is that of a variable, or of a leaf within one.
             for name in {str(path), str(path.variable)}:
-                places.setdefault((path.collection, name), []).extend(numbers)
-            leaves += of_path
+                indices.setdefault((path.collection, name), []).extend(of_path)
+            leaves += own
         pairs: list[tuple[int, int]] = []
-        for (collection, target), to in places.items():
+        for (collection, target), targets in indices.items():
             source = self._sources.get(target)
-            of = places.get((collection, str(source)), [])
-            if source is None or not of:
-                continue  # At initialization a source may come later than the target.
-            old, new = ([jax.typeof(leaves[i]) for i in at] for at in (to, of))
+            sources = indices.get((collection, str(source)), [])
+            if source is None or not sources:
+                continue  # ``init`` may make the source after the target.
+            old, new = ([jax.typeof(leaves[i]) for i in x] for x in (targets, sources))
             _checked(target, f'that of {source!r}', old, new)
-            pairs += zip(to, of, strict=True)
+            pairs += zip(targets, sources, strict=True)
         return pairs
 
 
+def _leaves(selected: rules.Selected) -> list[Any]:
+    """The leaves of all selected variables."""
+    return [leaf for _, own in selected for leaf in own]
+
+
 def _checked(
-    path: str, what: str, expected: Sequence[Any], found: list[Any]
+    path: str, what: str, expected: Sequence[Any], given: list[Any]
 ) -> list[Any]:
-    """What was found, if it can be the cotangents of leaves like the expected ones."""
+    """The given cotangents, if they have the shapes and dtypes of the expected ones."""
     forms, others = (
         [(getattr(x, 'shape', None), getattr(x, 'dtype', None)) for x in leaves]
-        for leaves in (expected, found)
+        for leaves in (expected, given)
     )
     if forms != others:
         raise errors.CotangentError(
             f'the cotangent of {str(path)!r} is {", ".join(map(shown, expected))}, and '
-            f'{what} is {", ".join(map(shown, found))}.\n'
+            f'{what} is {", ".join(map(shown, given))}.\n'
             'A cotangent has the shape and the dtype of its parameter.'
         )
-    return found
+    return given

@@ -1,4 +1,4 @@
-"""A rewrite on a plain tree of values: there is no block."""
+"""Rewrites of plain trees of values, without a block."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
         and path.collection != OVERWRITE_WITH_GRADIENT
     ]
     paths = [path for _, path in looked_at]
-    [takes] = selected([paths], rewrite.where, rewrite.unused)
+    [decisions] = selected([paths], rewrite.where, rewrite.unused)
     rows = [
-        (path, said, values[i])
-        for (i, path), said in zip(looked_at, takes, strict=True)
+        (path, decision, values[i])
+        for (i, path), decision in zip(looked_at, decisions, strict=True)
     ]
     for (i, _), leaf in zip(looked_at, rewritten(rewrite, rows), strict=True):
         values[i] = leaf
@@ -85,25 +85,26 @@ def rewritten(
 
     Args:
         rewrite: the rule.
-        rows: for each leaf its path, what the filter says of it, and the leaf.
+        rows: for each leaf its path, the filter's decision, and the leaf.
     """
     values, rule = [leaf for *_, leaf in rows], rewrite.rule
-    # The leaves in one box are those of one variable.
+    # The leaves in a box share the path of their variable, and its norm.
     together: dict[tuple[str, Path], list[int]] = {}
-    for i, (path, said, leaf) in enumerate(rows):
-        if not said or is_absent(leaf):
+    for i, (path, decision, leaf) in enumerate(rows):
+        if not decision or is_absent(leaf):
             continue
         if rule.acts_on != 'cotangents' or cotangents.has_to_act(rewrite, path, leaf):
             together.setdefault((path.collection, path), []).append(i)
-    acts = rule.acts_on == 'cotangents'
-    given = [
-        (path, [filters.within(acts and rows[i][1], values[i], path) for i in of])
-        for (_, path), of in together.items()
+    # If a part of an array is selected, a rule on cotangents gets the part alone.
+    cuts = rule.acts_on == 'cotangents'
+    variables = [
+        (path, [filters.within(cuts and rows[i][1], values[i], path) for i in indices])
+        for (_, path), indices in together.items()
     ]
-    for of, new in zip(together.values(), rule.together(given), strict=True):
-        for i, leaf in zip(of, new, strict=True):
-            path, said, _ = rows[i]
-            values[i] = filters.merged(said, leaf, values[i], path)
+    for indices, new in zip(together.values(), rule.together(variables), strict=True):
+        for i, leaf in zip(indices, new, strict=True):
+            path, decision, _ = rows[i]
+            values[i] = filters.merged(decision, leaf, values[i], path)
     return values
 
 
@@ -185,7 +186,7 @@ def substitute(
 
 
 def _tree_before(call: str, tree: Any) -> Leaves:
-    """Takes a tree apart; raises for a model of NNX, which is written to."""
+    """Takes a tree apart; raises for a model of NNX, whose copy would lose writes."""
     for node in jax.tree.leaves(tree, is_nnx_model):
         if is_nnx_model(node):
             raise errors.ArgumentTypeError(
@@ -203,30 +204,31 @@ def _substituted(
     leaves = _tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)
     given = leaves_of(values)
-    there = {
+    present = {
         keys: (path, leaf)
         for keys, (path, leaf) in zip(given.key_paths, given, strict=True)
         if not is_absent(leaf)
     }
-    if values is None or not (there or unused == 'ignore' or not leaves.values):
+    if values is None or not (present or unused == 'ignore' or not leaves.values):
         raise errors.UnusedFilterError(
             f'sg.substitute got {brief(values)} without a value.\n'
             "If there may be none, pass {} and unused='ignore'."
         )
-    missing = there.keys() - set(leaves.key_paths)
-    if missing and unused != 'ignore':
-        names = sorted(tuple(map(name_of, keys)) for keys in missing)
-        known = ('/'.join(map(name_of, keys)) for keys in leaves.key_paths)
-        raise no_variables('A tree of values', names, known)
-    takes: list[Any] = [keys in there for keys in leaves.key_paths]
+    unknown = present.keys() - set(leaves.key_paths)
+    if unknown and unused != 'ignore':
+        names = sorted(tuple(map(name_of, keys)) for keys in unknown)
+        existing = ('/'.join(map(name_of, keys)) for keys in leaves.key_paths)
+        raise no_variables('A tree of values', names, existing)
+    decisions: list[Any] = [keys in present for keys in leaves.key_paths]
     if where is not None:
-        [takes] = selected([leaves.paths], where, unused)
+        [decisions] = selected([leaves.paths], where, unused)
     out: list[Any] = []
-    for keys, (path, leaf), take in zip(leaves.key_paths, leaves, takes, strict=True):
-        if take and keys not in there:
+    pairs = zip(leaves, decisions, strict=True)
+    for keys, ((path, leaf), decision) in zip(leaves.key_paths, pairs, strict=True):
+        if decision and keys not in present:
             raise no_value(path, 'the tree')
-        if take:
-            new = fitting(path, leaf, there[keys][1])
-            leaf = filters.merged(take, new, leaf, path)
+        if decision:
+            new = fitting(path, leaf, present[keys][1])
+            leaf = filters.merged(decision, new, leaf, path)
         out.append(leaf)
     return leaves.restore(out)

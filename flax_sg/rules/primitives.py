@@ -54,7 +54,7 @@ def scale(x: Any, factor: Any) -> Any:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Differentiated:
-    """Which of several values are differentiated."""
+    """For each of some values whether it is differentiated."""
 
     flags: tuple[bool, ...]
 
@@ -81,24 +81,24 @@ def map_cotangents(
         values, operands = ([x.value for x in given] for given in (values, operands))
         return alike(values, operands), (operands, _Differentiated(flags))
 
-    def backward(kept: Any, cotangents: Any) -> Any:
-        operands, differentiated = kept
-        if not any(differentiated.flags):  # An operand is.
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        operands, differentiated = residuals
+        if not any(differentiated.flags):  # An operand alone is differentiated.
             return None, None
-        there = [
+        new = [
             tracing.zeros_of(ct.aval) if isinstance(ct, SymbolicZero) else ct
             for ct in cotangents
         ]
-        # JAX may hand over the literals of its programs, which are no arrays.
+        # JAX may hand over numbers of Python, which are literals of its programs.
         operands = map(jnp.asarray, operands)
-        return list(fn(there, differentiated.flags, *operands)), None
+        return list(fn(new, differentiated.flags, *operands)), None
 
     identity.defvjp(forward, backward, symbolic_zeros=True)
     return identity(list(values), list(operands))
 
 
 def _alike(arrays: Sequence[Any]) -> Callable[..., list[Any]]:
-    """The identity of some arrays, beside operands, whose results ``vmap`` maps alike.
+    """The identity of values, whose results are mapped by ``vmap`` if any array is.
 
     A rule for each example gets the cotangent of each example. If ``vmap`` shared a
     value among the examples, JAX would sum its cotangents before the rule. So each

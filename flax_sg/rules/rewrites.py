@@ -163,7 +163,7 @@ def map_cotangent(
             function is another program, which JAX compiles anew.
         *values: numbers and arrays, traced or not, that ``fn`` needs.
         collections: the collections that ``where`` looks at.
-        unused: ``'raise'`` if a part of ``where`` took no variable by the end of the
+        unused: ``'raise'`` if a part of ``where`` matched no variable by the end of the
             block, ``'ignore'`` to let that pass.
 
     Returns:

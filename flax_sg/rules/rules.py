@@ -42,7 +42,7 @@ class Rule:
     name: str
     """The name in reprs and in the debug paths of Flax's scopes."""
     args: str = ''
-    """What stands in reprs behind the filter, as it was written: ``', 0.5'``."""
+    """The other arguments as reprs show them, after the filter: ``', 0.5'``."""
     asks_path: bool = True
     """Whether the result depends on the path, not on the leaf alone."""
     asks_place: bool = False
@@ -56,7 +56,7 @@ class Rule:
     of_constants: ClassVar[bool] = False
     """Whether a rule on cotangents acts on leaves that nothing differentiates, too."""
     operands: Sequence[Any] = ()
-    """Numbers and arrays that the rule uses, beside the leaves."""
+    """Numbers and arrays that the rule uses, apart from the leaves."""
     brings: bool = False
     """Whether readers see values that are not computed from the leaf alone. They
     belong to the trace in which the block began."""
@@ -66,7 +66,7 @@ class Rule:
     """Whether the rule runs a function of the user, which may read variables."""
 
     def __repr__(self) -> str:
-        return f'<{self.name}{self.args}>'  # Without its address: a module shows it.
+        return f'<{self.name}{self.args}>'  # In reprs of modules an address is noise.
 
     def __call__(self, path: paths.Path, leaf: Any) -> Any:
         """Returns what a reader sees instead of ``leaf``, by default ``leaf`` itself.
@@ -154,33 +154,33 @@ class ReadOnly(Rule):
 
 
 class Keyed(Rule):
-    """A rule with a key of its own, beside which it may hold arrays.
+    """A rule that may have arrays, and is compared by a key without them.
 
-    No dataclass: ``nn.jit`` would look at the fields of a dataclass in a module's
+    It is no dataclass: ``nn.jit`` would look at the fields of a dataclass in a module's
     field, arrays and all. Give numbers as tokens (``filters/tokens.py``).
 
     Args:
-        kind: all that tells it from others of its class, without arrays.
-        which: which values it brings, if ``kind`` does not say so.
+        key: what tells it from other rules of its class, without arrays.
+        token: tells which values it brings, if ``key`` does not.
     """
 
-    def __init__(self, kind: Hashable, which: Hashable = None) -> None:
-        self._kind, self._which = (type(self), kind), which
+    def __init__(self, key: Hashable, token: Hashable = None) -> None:
+        self._key, self._token = (type(self), key), token
 
     def key(self) -> Hashable:
-        """What tells its kind from others."""
-        return self._kind
+        """What tells it from rules with another effect."""
+        return self._key
 
     def token(self) -> Hashable:
-        """Which values it brings."""
-        return self._which
+        """Stands for the values that it brings."""
+        return self._token
 
     def __eq__(self, other: object) -> bool:
-        mine = self._kind, self._which
-        return isinstance(other, Keyed) and mine == (other._kind, other._which)
+        own = self._key, self._token
+        return isinstance(other, Keyed) and own == (other._key, other._token)
 
     def __hash__(self) -> int:
-        return hash((self._kind, self._which))
+        return hash((self._key, self._token))
 
 
 @dataclasses.dataclass(frozen=True)

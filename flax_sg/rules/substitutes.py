@@ -1,9 +1,9 @@
 """Rules that read other values in place of variables.
 
-A rule is kept beside the answers that a trace depends on (``numbers.py``). A tree of
-values is not: it would be compared number by number, and kept alive. So the names of
-its variables are kept, and other values find the same trace. Which values they are is
-compared only if a trace has read one of them as a constant.
+A trace is found by the key of a rule. A tree of values is no part of the key: it would
+be compared number by number, and kept alive. So the key has the names of its variables,
+and other values find the same trace. The values are compared, by a token, only if a
+trace has read one of them as a constant.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Substitute(rules.Keyed):
 
     name = 'substitute'
     brings = True
-    at_init = False  # The variables are what is being made then.
+    at_init = False  # ``init`` has to store the variables, not the values.
 
     def __call__(self, path: Path, leaf: Any) -> Any:
         """What is read instead of one leaf."""
@@ -59,11 +59,11 @@ class FromTree(Substitute):
             for entry, value in entries.items()
         }
         leaves = jax.tree_util.tree_leaves(list(self.entries.values()))
-        which = tuple(
+        token = tuple(
             (tokens.of_value if isinstance(leaf, jax.Array) else tokens.of_object)(leaf)
             for leaf in leaves
         )
-        super().__init__(frozenset(self.entries), which)
+        super().__init__(frozenset(self.entries), token)
 
     def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
         """Returns the given value."""
@@ -101,7 +101,8 @@ class FromFunction(Substitute):
     def __call__(self, path: Path, leaf: Any) -> Any:
         """Returns what the function returns: any dtype, the shape of the leaf."""
         new = self.fn(path, leaf)
-        if isinstance(leaf, NonDifferentiable):  # A number of it is none.
+        if isinstance(leaf, NonDifferentiable):
+            # Arithmetic of the function has made a plain array of it.
             new = NonDifferentiable(new)
             if shape_of(new) == shape_of(leaf):
                 return new
@@ -130,7 +131,7 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
     Raises:
         ArgumentTypeError: for what is no tree of values.
     """
-    found: dict[Entry, Any] = {}
+    entries: dict[Entry, Any] = {}
     if isinstance(collections, str):
         values = {collections: values}
     elif isinstance(values, modules.Module):
@@ -144,22 +145,23 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
                 f'values for the collection {collection!r}, which '
                 f'collections={collections!r} leaves out,'
             )
-        _collect(found, collection, (), tree)
-    return found
+        _collect(entries, collection, (), tree)
+    return entries
 
 
 def _collect(
-    found: dict[Entry, Any], collection: str, names: tuple[str, ...], node: Any
+    entries: dict[Entry, Any], collection: str, names: tuple[str, ...], node: Any
 ) -> None:
+    """Adds the values in a node of a tree to the entries."""
     if isinstance(node, modules.Module):
         node = _of_module(node).get(collection, {})
     if isinstance(node, Mapping):
         for name, below in node.items():
-            _collect(found, collection, (*names, str(name)), below)
+            _collect(entries, collection, (*names, str(name)), below)
     elif not names:
         raise no_values(f'{described(node)} for the collection {collection!r}')
     elif not is_absent(node):
-        found[collection, names] = node
+        entries[collection, names] = node
 
 
 def _of_module(module: Any) -> Mapping[str, Any]:
@@ -176,7 +178,7 @@ def is_initializing(values: Any) -> bool:
 
 
 def no_values(what: str) -> errors.ArgumentTypeError:
-    """Something was given as values that can be read in the place of no variable."""
+    """The error for an argument that gives no values for variables."""
     return errors.ArgumentTypeError(
         f'{what} cannot be read in place of variables.\n'
         "Expected: a tree of values, nested as the variables are, {'kernel': value}, "

@@ -86,7 +86,7 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
         return linen.scan(target, *args, **kwargs)  # pyright: ignore
     given = inspect.signature(linen.scan).bind(target, *args, **kwargs).arguments
     axes: Any = given.get('variable_axes', {})
-    if not any(in_filter(of, 'params') for of in axes):
+    if not any(in_filter(collections, 'params') for collections in axes):
         raise errors.PartError(
             f'frozen_layers={frozen_layers!r} was given, but all layers share their '
             "parameters: variable_axes has no 'params'.\n"
@@ -127,9 +127,10 @@ def split_scan(
     params = [name is not None for name in names]
     sizes: set[Any] = {leaf.shape[0] for leaf in stack} | ({length} - {None})
     count: int = max(sizes, default=0)
-    # If sizes differ, JAX says so. ``init`` scans no parameters, and makes them.
-    known = len(sizes) == 1 and any(params)
-    masks = _masks(frozen, names, stack, count) if known else np.zeros((1, 1), bool)
+    # JAX raises if sizes differ. ``init`` makes the parameters, and scans none.
+    has_layers = len(sizes) == 1 and any(params)
+    none = np.zeros((1, 1), bool)
+    masks = _masks(frozen, names, stack, count) if has_layers else none
     if not masks.any():
         return jax.lax.scan(body, init, xs, length=length, reverse=reverse, **options)
     layer, init = _Layer.of(body, init, xs, params)
@@ -150,7 +151,7 @@ def split_scan(
         parts.append(made)
     made = map(_joined, zip(*(parts[::-1] if reverse else parts), strict=True))
     return carry, layer.out.unflatten(
-        next(made) if number is None else stack[number] for number in layer.handed_on
+        next(made) if index is None else stack[index] for index in layer.handed_on
     )
 
 
@@ -162,18 +163,18 @@ def _masks(
 ) -> NDArray[np.bool_]:
     """A mask of the frozen layers for each scanned leaf; of no layer for others."""
     masks = np.zeros((len(names), length), bool)
-    numbers = [number for number, name in enumerate(names) if name is not None]
-    paths = [path_of(names[number] or (), stack[number]) for number in numbers]
+    indices = [index for index, name in enumerate(names) if name is not None]
+    paths = [path_of(names[index] or (), stack[index]) for index in indices]
     by_path = frozen if isinstance(frozen, Mapping) else {True: frozen}
     for where, layers in by_path.items():
         mask = chosen(layers, length)
-        [said] = selected([paths], filters.as_filter(where))
-        masks[[n for n, takes in zip(numbers, said, strict=True) if takes]] |= mask
+        [decisions] = selected([paths], filters.as_filter(where))
+        masks[list(itertools.compress(indices, decisions))] |= mask
     return masks
 
 
 def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
-    """A mask of the layers that an index selects; what says none may select none.
+    """A mask of the layers that an index selects; an empty one may select none.
 
     >>> chosen(slice(-2, None), 4).tolist(), chosen(slice(0, 0), 2).tolist()
     ([False, False, True, True], [False, False])
@@ -187,7 +188,8 @@ def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
             layers, length, f'{layers} may be a number or an index: {write}'
         )
     index = layers if isinstance(layers, (slice, int)) else np.asarray(layers)
-    is_empty = isinstance(index, np.ndarray) and not index.size  # [] would be floats.
+    # numpy makes floats of [], which are no indices.
+    is_empty = isinstance(index, np.ndarray) and not index.size
     try:
         mask[slice(0) if is_empty else index] = True
     except IndexError as error:
@@ -200,10 +202,11 @@ def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
 class _Layer(NamedTuple):
     """The body of a loop, traced.
 
-    Once for all parts of the loop: each trace would draw other random numbers.
+    It is traced once for all parts of the loop: another trace would draw other random
+    numbers.
 
     Attributes:
-        program: the body, of leaves.
+        program: the body, as a function of leaves.
         carry: the structure of what it carries.
         out: the structure of what it gives out.
         handed_on: for each parameter in ``out`` the index of the scanned leaf that it
@@ -227,19 +230,21 @@ class _Layer(NamedTuple):
             jax.lax.scan(body, carry, xs)  # It raises, and says where they differ.
         strong = _strong(carry, made)
         leaves = zip(*map(jax.tree.leaves, (carry, strong)), strict=True)
-        if any(old is not new for old, new in leaves):  # As ``jax.lax.scan`` does.
+        # ``jax.lax.scan``, too, traces the body again with the wider dtypes.
+        if any(old is not new for old, new in leaves):
             carry = strong
             program, (made, out) = trace(carry, first)
         start = len(jax.tree.leaves(made))
         variables = program.jaxpr.invars[start:]
-        known = {v: n for n, v in enumerate(variables) if params[n]}
+        indices = {v: index for index, v in enumerate(variables) if params[index]}
         handed_on: list[int | None] = []
         pairs = jax.tree_util.tree_leaves_with_path(out)
         for (keys, _), v in zip(pairs, program.jaxpr.outvars[start:], strict=True):
             path = lifting.param_path(keys, 'out')
-            # What else a layer returns or sows is what it has seen.
+            # A parameter that a layer returns or sows is a result: it stays as the
+            # layer has seen it. Only the variables come from the stack.
             is_param = path is not None and not isinstance(v, core.Literal)
-            handed_on.append(known.get(v) if is_param else None)
+            handed_on.append(indices.get(v) if is_param else None)
             if path is not None and handed_on[-1] is None:
                 raise errors.PartError(
                     f'the parameter {path_of(path)!r} of layers of which some are '
@@ -259,11 +264,11 @@ class _Layer(NamedTuple):
             seen: what the layers see, stacked.
             whole: which of these a layer reads from the whole stack: a slice of the
                 stack would be a copy of it. They are stopped.
-            start: the number of the first layer.
-            end: the number after that of the last one.
+            start: the index of the first layer.
+            end: the index after that of the last one.
         """
-        # Stopped before the loop. JAX holds the constants of a loop whose inputs it
-        # differentiates, such as an attention mask.
+        # Stopped before the loop. If JAX differentiated an input of the loop, it would
+        # save the loop's constants, too, such as an attention mask.
         stopped = jax.lax.stop_gradient
         pairs = [
             (stopped(stack) if is_whole else stack, is_whole)
@@ -271,16 +276,16 @@ class _Layer(NamedTuple):
         ]
 
         def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-            number, rest = xs[0], iter(xs[1])
+            index, rest = xs[0], iter(xs[1])
             carry = jax.tree.leaves(carry)
             leaves = [
-                residuals.Remade(_slice, (stack, number)) if is_whole else next(rest)
+                residuals.Remade(_slice, (stack, index)) if is_whole else next(rest)
                 for stack, is_whole in pairs
             ]
             results = residuals.evaluate(self.program, [*carry, *leaves])
             out = zip(self.handed_on, results[len(carry) :], strict=True)
             # Parameters that a layer returns unchanged come from the stack itself.
-            made = [result for known, result in out if known is None]
+            made = [result for index, result in out if index is None]
             return self.carry.unflatten(results[: len(carry)]), made
 
         sliced = [stack[start:end] for stack, is_whole in pairs if not is_whole]
@@ -307,8 +312,8 @@ def _masked(leaf: Any, mask: NDArray[np.bool_]) -> Any:
     return jnp.where(over, jax.lax.stop_gradient(leaf), leaf)
 
 
-def _slice(stack: Any, number: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+def _slice(stack: Any, index: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -50,7 +50,7 @@ def call(
     if lifting.is_in_scan(module.scope):
         fields = modules.field_leaves(module)
         functions = [leaf for leaf in fields if isinstance(leaf, contents.FUNCTIONS)]
-        # Other modules belong to another trace.
+        # Another module is bound outside of the trace that ``stop_again`` makes.
         if not contents.may_hold((others, functions), contents.MODULES):
             return stop_again(module, fn)
         _warn(name, inner)
@@ -89,7 +89,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
         module: a bound module.
         fn: called with a clone of it, in a trace of its own.
     """
-    others: list[Any] = []
+    outputs: list[Any] = []
 
     def inner(
         scope_fn: Callable[..., Any],
@@ -100,8 +100,8 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
         def body(variable_groups: Any, rng_groups: Any) -> Any:
             scopes = scope_fn(variable_groups, rng_groups)
             out = fn(modules.clone_on(module, scopes))
-            # Only arrays come out of a jaxpr.
-            others.append(jax.tree.map(lambda x: _ARRAY if _is_array(x) else x, out))
+            # Only arrays come out of a jaxpr: the rest of the output is kept here.
+            outputs.append(jax.tree.map(lambda x: _ARRAY if _is_array(x) else x, out))
             return list(filter(_is_array, jax.tree.leaves(out))), repack_fn(scopes)
 
         closed, shapes = jax.make_jaxpr(body, return_shape=True)(
@@ -119,7 +119,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
 
     packed = lift.pack(inner, (True,), (True,), (True,), name='stop_again')
     arrays = iter(packed(modules.scopes_of(module)))
-    return jax.tree.map(lambda x: next(arrays) if x is _ARRAY else x, others[-1])
+    return jax.tree.map(lambda x: next(arrays) if x is _ARRAY else x, outputs[-1])
 
 
 def _is_array(x: Any) -> bool:
@@ -169,22 +169,22 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 class _Run:
-    """Runs a jaxpr, equation by equation. Those that make frozen values have to wait.
+    """Runs a jaxpr, equation by equation. Equations for frozen values have to wait.
 
     Attributes:
-        values: the variables that are known.
+        values: the values of variables so far.
         frozen: the variables that hold frozen values, which are made when needed.
         constant: the variables that no gradient goes through.
-        waiting: the equations that make frozen values, by these, in order.
+        waiting: for each frozen variable the equation that makes it, in order.
     """
 
     def __init__(self, closed: core.ClosedJaxpr, operands: Sequence[Any]) -> None:
         variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
         values = zip(variables, [*closed.consts, *operands], strict=True)
         self.values: dict[Any, Any] = dict(values)
-        known = self.values.items()
-        self.frozen = {v for v, value in known if isinstance(value, Remade)}
-        self.constant = {v for v, value in known if not isinstance(value, Tracer)}
+        given = self.values.items()
+        self.frozen = {v for v, value in given if isinstance(value, Remade)}
+        self.constant = {v for v, value in given if not isinstance(value, Tracer)}
         self.waiting: dict[Any, Any] = {}
 
     def step(self, equation: Any) -> None:
@@ -207,21 +207,21 @@ class _Run:
             self.constant.update(made if is_constant else ())
 
     def steps_to(self, variables: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """The equations that make some values, in order, and what these begin with."""
-        following, needed, first = [*variables][::-1], set[int](), dict[Any, None]()
-        while following:
-            variable = following.pop()
+        """The equations that make some variables, in order, and what these read."""
+        waiting, needed, first = [*variables][::-1], set[int](), dict[Any, None]()
+        while waiting:
+            variable = waiting.pop()
             equation = self.waiting.get(variable)
             if equation is None:
                 first[variable] = None
             elif id(equation) not in needed:
                 needed.add(id(equation))
-                following += reversed(_variables_in(equation.invars))
-        steps = {id(one): one for one in self.waiting.values() if id(one) in needed}
-        return list(steps.values()), list(first)
+                waiting += reversed(_variables_in(equation.invars))
+        steps = {id(step): step for step in self.waiting.values()}
+        return [step for key, step in steps.items() if key in needed], list(first)
 
     def made(self, variables: Iterable[Any]) -> dict[Any, Any]:
-        """The values of some variables, those of frozen ones made now."""
+        """The values of some variables; frozen ones are computed now."""
         steps, first = self.steps_to(variables)
         return _run(steps, {v: _value_of(self.values[v]) for v in first})
 
@@ -247,13 +247,13 @@ def _bind_again(
 ) -> Sequence[Any]:
     """Runs an operation whose backward pass runs some steps before it again.
 
-    Inside a checkpoint of the user they are computed in the user's: a second checkpoint
-    around it would save what theirs discards.
+    If the operation is a checkpoint of the user, the steps are computed in it: a second
+    checkpoint around it would save what the user's discards.
 
     Args:
         steps: the equations that make frozen values.
         equation: the operation.
-        values: what all of these begin with, by variable.
+        values: what all of these read, by variable.
     """
     inner = jaxprs.checkpoint_of(equation)
     of_steps = {signature for step in steps for signature in _operations(step)}

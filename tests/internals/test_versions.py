@@ -62,7 +62,7 @@ def test_a_read_or_write_that_goes_another_way(name, monkeypatch):
     assert f'  {name} has to call {method}' in faults()
 
 
-TRACES = 'traces have to tell which one is around them'
+TRACES = 'traces have to tell their outer traces'
 PACK = 'lifted transforms have to call flax.core.lift._partial_pack'
 
 
