@@ -30,34 +30,38 @@ class Split(NamedTuple):
 
     Attributes:
         trees: the arguments.
-        said: for each leaf of each whether it is differentiated, or which part of it.
+        decisions: for each leaf of each whether it is differentiated, or which part.
     """
 
     trees: list[Leaves]
-    said: list[list[Any]]
+    decisions: list[list[Any]]
 
     @classmethod
-    def of(cls, trees: Iterable[Leaves], wrt: Where, unused: str) -> Split:
+    def of(cls, arguments: Iterable[Leaves], wrt: Where, unused: str) -> Split:
         """Splits arguments as a filter says."""
-        several = list(trees)
+        trees = list(arguments)
         with raised_by('wrt=...'):
-            return cls(several, chosen(several, wrt, unused))
+            return cls(trees, chosen(trees, wrt, unused))
 
     @property
     def live(self) -> list[tuple[Path, Any]]:
         """The leaves that are differentiated, with their paths."""
-        rows = zip(self.trees, self.said, strict=True)
-        return [row for tree, said in rows for row in itertools.compress(tree, said)]
+        rows = zip(self.trees, self.decisions, strict=True)
+        return [
+            row
+            for tree, decisions in rows
+            for row in itertools.compress(tree, decisions)
+        ]
 
     def join(self, live: Iterable[Any]) -> list[Any]:
         """The arguments, with other values for the leaves that are differentiated."""
         new = iter(live)
         return [
             tree.restore(
-                filters.merged(takes, next(new), leaf, path) if takes else leaf
-                for takes, (path, leaf) in zip(said, tree, strict=True)
+                filters.merged(decision, next(new), leaf, path) if decision else leaf
+                for decision, (path, leaf) in zip(decisions, tree, strict=True)
             )
-            for tree, said in zip(self.trees, self.said, strict=True)
+            for tree, decisions in zip(self.trees, self.decisions, strict=True)
         ]
 
     def form(self, absent: str) -> Callable[[Iterable[Any]], tuple[Any, ...]]:
@@ -67,8 +71,11 @@ class Split(NamedTuple):
             absent: what stands in the trees for the other leaves.
         """
         others = [
-            (tree.form, [*map(functools.partial(_other, absent), said, tree.values)])
-            for tree, said in zip(self.trees, self.said, strict=True)
+            (
+                tree.form,
+                [*map(functools.partial(_other, absent), decisions, tree.values)],
+            )
+            for tree, decisions in zip(self.trees, self.decisions, strict=True)
         ]
 
         def filled(gradients: Iterable[Any]) -> tuple[Any, ...]:
@@ -81,9 +88,9 @@ class Split(NamedTuple):
         return filled
 
 
-def _other(absent: str, takes: Any, leaf: Any) -> Callable[[], Any] | None:
+def _other(absent: str, decision: Any, leaf: Any) -> Callable[[], Any] | None:
     """Makes what stands for a leaf; None if it is differentiated."""
-    if takes:
+    if decision:
         return None
     if absent == 'zeros' and (is_number(leaf) or isinstance(leaf, NonDifferentiable)):
         types = jax.tree.map(jax.typeof, leaf)

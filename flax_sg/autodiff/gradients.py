@@ -91,10 +91,10 @@ def value_and_grad(
 
         both = jax.value_and_grad(fun_of_live, has_aux=has_aux, holomorphic=holomorphic)
         live = [leaf for _, leaf in split.live]
-        value, found = both(live)
+        value, gradients = both(live)
         if judged is not None and (fed or not unfed.is_constant(fun_of_live, live)):
             unfed.warn(describe(fun), judged, [path for path, _ in split.live], fed)
-        grads = split.form(absent)(found)
+        grads = split.form(absent)(gradients)
         return value, grads if isinstance(argnums, Sequence) else grads[0]
 
     return call

@@ -1,8 +1,8 @@
 """Warns of a filter whose leaves have no gradient, whatever the values are.
 
 ``wrt='encoder/**'`` for a model that stops the gradient of the encoder gives zeros. The
-leaves go through an identity function: JAX calls its backward rule with the cotangents
-that there are, while it traces. So this costs no run time.
+leaves go through an identity function: while it traces, JAX calls the backward rule of
+that function with the cotangents. So this costs no run time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from flax_sg.internals.places import Place, warn_once
 
 
 def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
-    """Leaves; those that get a cotangent add their position to ``fed``."""
+    """The leaves, through an identity function that notes which have a gradient.
+
+    While JAX traces the backward pass, their positions are added to ``fed``.
+    """
 
     @jax.custom_vjp
     def identity(leaves: list[Any]) -> list[Any]:
@@ -30,16 +33,16 @@ def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
         return [leaf.value for leaf in leaves], None
 
     def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
-        there = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        fed.update(n for n, ct in enumerate(there) if ct is not None)
-        return (there,)
+        found = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+        fed.update(n for n, ct in enumerate(found) if ct is not None)
+        return (found,)
 
     identity.defvjp(forward, backward, symbolic_zeros=True)
     return identity(list(live))
 
 
 def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -> None:
-    """Warns if no leaf that a part of the filter takes has a gradient.
+    """Warns if no leaf that a part of the filter means has a gradient.
 
     Args:
         fun: what the function is called.
@@ -47,16 +50,16 @@ def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -
         live: the paths of the leaves that are differentiated.
         fed: the positions of those that got a cotangent.
     """
-    told = set[int]()
+    named = set[int]()
     parts = dict.fromkeys((where, *where.parts, *where.atoms))
     for part in parts if len(fed) < len(live) else ():
-        taken = [n for n, path in enumerate(live) if part(path)]
-        if not (told.issuperset(taken) or fed.intersection(taken)):
-            told.update(taken)
-            path = str(live[taken[0]])
+        meant = [n for n, path in enumerate(live) if part(path)]
+        if not (named.issuperset(meant) or fed.intersection(meant)):
+            named.update(meant)
+            path = str(live[meant[0]])
             warn_once(
                 f'wrt={part!r} gives zeros alone: in {fun} no gradient flows to '
-                f'{path!r}{" and the others" if len(taken) > 1 else ""}.\n'
+                f'{path!r}{" and the others" if len(meant) > 1 else ""}.\n'
                 'The function does not depend on it, or stops its gradient: '
                 f"sg.gradient_flow(fun, *args).why('output', {path!r}) tells where.\n"
                 "If that is meant, pass unused='ignore'.",
@@ -71,7 +74,7 @@ def is_constant(fun: Callable[..., Any], live: Sequence[Any]) -> bool:
     """
     try:
         closed = jax.make_jaxpr(lambda live: jax.tree.leaves(fun(live))[0])(live)
-    except jax.errors.JAXTypeError:  # It asks for values.
+    except jax.errors.JAXTypeError:  # The function asks for values.
         return False
     sources = _sources(closed.jaxpr, closed.jaxpr.outvars)
     inputs = {id(var) for var in closed.jaxpr.invars}

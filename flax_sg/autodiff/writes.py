@@ -2,7 +2,7 @@
 
 ``jax.grad`` and ``sg.grad`` take a model apart and give the function a copy, so what is
 written to the copy is lost: new batch statistics, and the count of random keys, so that
-each step draws the same ones. ``nnx.grad`` hands it back.
+each step draws the same ones. ``nnx.grad`` updates the model itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``adopt``: the state of one selection, taken along to another one.
 
 One rule: a value of the new state is that of the old state at the same key path, if it
-has the same shape and dtype; else it is fresh. Where rows are frozen, an array holds
-the trained rows alone; both arrays are then made whole first. What belongs to no
-parameter is fresh where all moments beside it are.
+has the same shape and dtype; else it is fresh. Where rows are frozen, a state has the
+trained rows alone; both arrays are then made whole first. A count of steps is fresh if
+all moments in the same part of the state are.
 """
 
 from __future__ import annotations
@@ -79,29 +79,35 @@ def adopt(
     """
     states = state, *earlier
     makers = _makers(tx, old, len(states))
-    values = [dict(values_of(each)) for each in states]
+    values = [dict(values_of(old_state)) for old_state in states]
     new, leaves = tx.init(params), parameters_of(params)
     pairs = values_of(new)
     every = [*dict(pairs), *itertools.chain(*values)]
     owners = owners_of(tx, leaves, every)
-    with raised_by('old= of sg.adopt'):  # It has to know all parameters of today.
-        before = [by if by is None else owners_of(by, leaves, every) for by in makers]
-    for each, known, was in zip(states, values, before, strict=True):
-        check_transformation(owners, new, each, dict(pairs), known)
-        if was is None:
+    # The filter of ``old`` is asked for all parameters of today.
+    with raised_by('old= of sg.adopt'):
+        owners_before = [
+            maker if maker is None else owners_of(maker, leaves, every)
+            for maker in makers
+        ]
+    for old_state, old_values, old_owners in zip(
+        states, values, owners_before, strict=True
+    ):
+        check_transformation(owners, new, old_state, dict(pairs), old_values)
+        if old_owners is None:
             _check_rows(owners, pairs)
-        if was is None and report is None:  # A report names these.
-            _warn_of_rows(owners, pairs, known)
+        if old_owners is None and report is None:  # A report names them.
+            _warn_of_rows(owners, pairs, old_values)
     vectors = vectors_of(tx, leaves, pairs, owners)
     outcomes: dict[Names, tuple[Any, str]] = {}
-    # By the part of the state that they stand in, what became of moments.
+    # For each part of the state what became of the moments in it.
     moments: dict[Names, set[str]] = {}
     for names, made in pairs:
         owner = owners[names]
         given = [
-            (known[names], None if was is None else was[names])
-            for known, was in zip(values, before, strict=True)
-            if names in known and 'hyperparams' not in owner.around
+            (old_values[names], None if old_owners is None else old_owners[names])
+            for old_values, old_owners in zip(values, owners_before, strict=True)
+            if names in old_values and 'hyperparams' not in owner.pattern
         ]
         is_own = owner.owns(made) and owner.trained and not is_of_one_selection(made)
         if is_own:
@@ -129,8 +135,10 @@ def _makers(tx: Any, old: Any, count: int) -> Sequence[Any]:
     if not hasattr(tx, 'init'):
         raise wrong_argument(tx, 'optax transformation', write)
     makers = [old] * count if old is None or hasattr(old, 'init') else old
-    is_row = isinstance(makers, (list, tuple)) and len(makers) == count
-    if not (is_row and all(by is None or hasattr(by, 'init') for by in makers)):
+    is_list = isinstance(makers, (list, tuple)) and len(makers) == count
+    if not (
+        is_list and all(maker is None or hasattr(maker, 'init') for maker in makers)
+    ):
         raise wrong_argument(old, 'transformation, nor one for each state', write)
     return makers
 
@@ -138,21 +146,21 @@ def _makers(tx: Any, old: Any, count: int) -> Sequence[Any]:
 def _lists(
     owners: Mapping[Names, Owner],
     outcomes: Mapping[Names, tuple[Any, str]],
-    known: Iterable[Names],
+    old_places: Iterable[Names],
 ) -> dict[str, list[str]]:
-    """What became of each parameter, and of what belongs to none."""
-    became: dict[str, set[str]] = {}
+    """What became of each parameter, and of values that belong to none."""
+    fates_of: dict[str, set[str]] = {}
     for names, (_, fate) in outcomes.items():
-        became.setdefault(owners[names].name, set()).add(fate)
+        fates_of.setdefault(owners[names].name, set()).add(fate)
     lists: dict[str, list[str]] = {'carried': [], 'in part': [], 'fresh': []}
-    for name, fates in sorted(became.items()):
+    for name, fates in sorted(fates_of.items()):
         lists[fates.pop() if len(fates) == 1 else 'in part'].append(name)
-    gone = {owners[names].name for names in known} - became.keys()
+    gone = {owners[names].name for names in old_places} - fates_of.keys()
     return {**lists, 'dropped': sorted(gone)}
 
 
-# What a state has at a place, and whom it belongs to there, if somebody says which
-# transformation made the state.
+# The value of an old state at a place, and its owner; None for the owner if the user
+# does not say which transformation made the state.
 Given: TypeAlias = tuple[Any, Owner | None]
 
 
@@ -161,19 +169,19 @@ def _of_all(
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
     now = owner.selection
-    for value, before in given:
-        # If nobody says whose it was, its structure has to tell.
-        is_free = before is None or not is_of_one_selection(made)
+    for value, old_owner in given:
+        # Without the owner, the structure has to tell whether the value is carried.
+        is_free = old_owner is None or not is_of_one_selection(made)
         fits = not is_vector and is_free
-        # It may have a number for each row.
-        if before is not None and shape_of(made) and is_differentiable(made):
-            both = (*before.selection.trained, *now.trained)
-            fits &= not any(isinstance(trained, Choice) for trained in both)
-        if before is not None and before.selection.shapes == now.shapes:
+        # An array of all parameters may have a number for each trained row.
+        if old_owner is not None and shape_of(made) and is_differentiable(made):
+            selected = (*old_owner.selection.trained, *now.trained)
+            fits &= not any(isinstance(trained, Choice) for trained in selected)
+        if old_owner is not None and old_owner.selection.shapes == now.shapes:
             fits |= all(
                 map(
                     _is_same,
-                    before.selection.trained,
+                    old_owner.selection.trained,
                     now.trained,
                     now.shapes,
                     now.paths,
@@ -184,34 +192,34 @@ def _of_all(
     return made, 'fresh'
 
 
-def _is_same(was: Any, now: Any, shape: tuple[int, ...], path: str) -> bool:
+def _is_same(old: Any, new: Any, shape: tuple[int, ...], path: str) -> bool:
     """Whether the same elements of a parameter are trained, however it is written."""
-    return was == now or bool(
-        (mask_of(was, shape, path) == mask_of(now, shape, path)).all()
+    return old == new or bool(
+        (mask_of(old, shape, path) == mask_of(new, shape, path)).all()
     )
 
 
 def _of_one(made: Any, given: Sequence[Given], owner: Owner) -> tuple[Any, str]:
     """A value that belongs to one parameter, and whether it is carried, or in part."""
-    out, now, shape, path = made, owner.trained, owner.shape, owner.name
-    trains, known = mask_of(now, shape, path), np.False_
-    for value, before in reversed(given):  # The first one has the last word.
-        was = True if before is None or before.shape != shape else before.trained
-        knew = mask_of(was, shape, path)
-        if _is_same(was, now, shape, path) and _type(value) == _type(made):
-            out, known = value, knew
+    out, trained, shape, path = made, owner.trained, owner.shape, owner.name
+    is_trained, is_carried = mask_of(trained, shape, path), np.False_
+    for value, old in reversed(given):  # The first one has the last word.
+        old_trained = True if old is None or old.shape != shape else old.trained
+        has_state = mask_of(old_trained, shape, path)
+        if _is_same(old_trained, trained, shape, path) and _type(value) == _type(made):
+            out, is_carried = value, has_state
         elif (
-            np.shape(made) == shape_of_part(now, shape)
-            and np.shape(value) == shape_of_part(was, shape)
+            np.shape(made) == shape_of_part(trained, shape)
+            and np.shape(value) == shape_of_part(old_trained, shape)
             and _type(value)[2] == _type(made)[2]
         ):
-            pair = whole_of(was, value, shape), whole_of(now, out, shape)
-            out = jnp.where(trains & knew, *pair)
-            out = now.cut(out, len(shape)) if isinstance(now, Choice) else out
-            known = known | knew
-    if not (known & trains).any():
+            pair = whole_of(old_trained, value, shape), whole_of(trained, out, shape)
+            out = jnp.where(is_trained & has_state, *pair)
+            out = trained.cut(out, len(shape)) if isinstance(trained, Choice) else out
+            is_carried = is_carried | has_state
+    if not (is_carried & is_trained).any():
         return made, 'fresh'
-    return out, 'carried' if (known == trains).all() else 'in part'
+    return out, 'carried' if (is_carried == is_trained).all() else 'in part'
 
 
 def _check_rows(owners: Mapping[Names, Owner], pairs: Sequence[Any]) -> None:
@@ -228,17 +236,17 @@ def _check_rows(owners: Mapping[Names, Owner], pairs: Sequence[Any]) -> None:
 
 
 def _warn_of_rows(
-    owners: Mapping[Names, Owner], pairs: Sequence[Any], known: Mapping[Names, Any]
+    owners: Mapping[Names, Owner], pairs: Sequence[Any], old_values: Mapping[Names, Any]
 ) -> None:
     """Warns of an array that has grown, or of which rows were frozen."""
     for names, made in pairs:
-        owner, was = owners[names], shape_of(known.get(names))
-        if shape_of(made) == owner.shape and is_cut(was, owner.shape):
+        owner, old_shape = owners[names], shape_of(old_values.get(names))
+        if shape_of(made) == owner.shape and is_cut(old_shape, owner.shape):
             warn_once(
                 f'sg.adopt: {owner.name!r} has the shape {owner.shape}, and its '
-                f'moments in the state have {was}: they are left out.\n'
+                f'moments in the state have {old_shape}: they are left out.\n'
                 'If the array has grown, carry those of its first rows: old=sg.freeze('
-                f'tx, sg.at({owner.name!r}, np.s_[{was[0]}:])).\n'
+                f'tx, sg.at({owner.name!r}, np.s_[{old_shape[0]}:])).\n'
                 'If rows of it were frozen, give the transformation that made the '
                 'state: sg.adopt(tx, params, state, old=old_tx).',
                 Place.here(),
@@ -249,5 +257,5 @@ def _warn_of_rows(
 def _type(value: Any) -> Any:
     """The structure of a value, and the shapes and dtypes in it."""
     leaves, treedef = jax.tree.flatten(value)
-    kinds = [jnp.result_type(x) if is_number(x) else type(x) for x in leaves]
-    return treedef, [*map(np.shape, leaves)], kinds
+    dtypes = [jnp.result_type(x) if is_number(x) else type(x) for x in leaves]
+    return treedef, [*map(np.shape, leaves)], dtypes

@@ -35,17 +35,17 @@ def check_transformation(
         theirs: the values of ``state``.
     """
     trees = {*_trees(owners, ours), *_trees(owners, theirs)}
-    # Records below are those of parameters, which may have another class now.
+    # Records in these trees are parameters, which may have another class now.
     here, there = (
-        {at: name for at, name in _records(each) if not _is_in(at, trees)}
+        {place: name for place, name in _records(each) if not _is_in(place, trees)}
         for each in (new, state)
     )
     if not there and not (ours and theirs):
         if ours and _is_hole(state):
             raise _other_fields(owners, ours, theirs)
-        return  # All may be frozen: what was stored as plain dicts tells no more.
+        return  # All may be frozen. Plain dicts without values tell no more.
     places = _places(owners, ours, theirs, here, there) if there else ()
-    for place in sorted(places, key=lambda at: (at not in there, at)):
+    for place in sorted(places, key=lambda place: (place not in there, place)):
         if here.get(place) != there.get(place):
             raise _other_record(place, here.get(place), there.get(place))
     both = here.keys() & there.keys()
@@ -56,24 +56,26 @@ def check_transformation(
     common = fields.keys() & others.keys()
     is_other = bool(fields and others and not common)
     is_other |= not all(fields[part].fits(others[part]) for part in common)
-    # One array has become a tree, as optax.flatten makes one of a tree.
-    is_other |= any(owners[names].number < 0 for names in trees & owners.keys())
-    known = [names for names in theirs if owners[names].number >= 0 or names in ours]
-    if is_other or (ours and theirs and not known):
+    # An array of one state is a tree in the other: optax.flatten makes one of a tree.
+    is_other |= any(owners[names].parameter < 0 for names in trees & owners.keys())
+    recognized = [
+        names for names in theirs if owners[names].parameter >= 0 or names in ours
+    ]
+    if is_other or (ours and theirs and not recognized):
         raise _other_fields(owners, ours, theirs)
 
 
 def _is_hole(state: Any) -> bool:
-    """Whether it is what stands in a restored tree where there is nothing."""
+    """Whether a state is empty, as a checkpoint restores one without values."""
     return state is None or (isinstance(state, dict) and not state)
 
 
 def _trees(owners: Mapping[Names, Owner], values: Iterable[Names]) -> Iterator[Names]:
     """The places of the trees that are like the parameters."""
     for names in values:
-        around = owners[names].around
-        if owners[names].number >= 0 and (end := around.index('*')):
-            yield around[:end]
+        pattern = owners[names].pattern
+        if owners[names].parameter >= 0 and (end := pattern.index('*')):
+            yield pattern[:end]
 
 
 def _places(
@@ -85,19 +87,19 @@ def _places(
 ) -> set[Names]:
     """The places at which both states have to have the same record.
 
-    They have values in both, or moments in one: what only counts steps, as a schedule
-    does, may begin anew, or not go on.
+    They have values in both states, or moments in one. A record that only counts steps,
+    as that of a schedule, may be in one state alone: it begins anew, or ends.
     """
     if not (ours or theirs):
         return here.keys() & there.keys()
-    places = _around(ours, here) & _around(theirs, there)
+    places = _outer(ours, here) & _outer(theirs, there)
     for values, records in ((ours, here), (theirs, there)):
         moments = [
             names
             for names, value in values.items()
-            if owners[names].number >= 0 or _remembers(value)
+            if owners[names].parameter >= 0 or _remembers(value)
         ]
-        places |= _around(moments, records)
+        places |= _outer(moments, records)
     return places
 
 
@@ -107,10 +109,10 @@ def _remembers(value: Any) -> bool:
     return is_array or is_of_one_selection(value)
 
 
-def _around(values: Iterable[Names], places: Iterable[Names]) -> set[Names]:
-    """Of some places those around values."""
-    known = {names[:n] for names in values for n in range(len(names) + 1)}
-    return known.intersection(places)
+def _outer(values: Iterable[Names], places: Iterable[Names]) -> set[Names]:
+    """Of some places those that have one of the values in them."""
+    prefixes = {names[:n] for names in values for n in range(len(names) + 1)}
+    return prefixes.intersection(places)
 
 
 def _is_in(names: Names, places: Collection[Names]) -> bool:
@@ -118,7 +120,7 @@ def _is_in(names: Names, places: Collection[Names]) -> bool:
 
 
 class _Fields(NamedTuple):
-    """What a part of a state has.
+    """The fields of a part of a state.
 
     Attributes:
         shared: the names of values that belong to no parameter.
@@ -129,7 +131,7 @@ class _Fields(NamedTuple):
     trees: set[Names]
 
     def fits(self, others: _Fields) -> bool:
-        """Whether others are of the same part, whatever is frozen in either.
+        """Whether other fields are of the same part, whatever is frozen in either.
 
         A tree of which all is frozen has no values.
         """
@@ -140,14 +142,14 @@ class _Fields(NamedTuple):
 def _fields(
     owners: Mapping[Names, Owner], values: Iterable[Names]
 ) -> dict[Names, _Fields]:
-    """What the parts of a state have; hyperparameters are those of the new state."""
+    """The fields of each part of a state, without hyperparameters: these are new."""
     parts: dict[Names, _Fields] = {}
     for names in values:
         owner = owners[names]
-        if 'hyperparams' not in owner.around:
+        if 'hyperparams' not in owner.pattern:
             fields = parts.setdefault(owner.part, _Fields(set(), set()))
             fields.trees.update(_trees(owners, [names]))
-            fields.shared.update([names] if owner.number < 0 else [])
+            fields.shared.update([names] if owner.parameter < 0 else [])
     return parts
 
 
@@ -170,9 +172,9 @@ def _is_record(node: Any) -> bool:
 def _other_record(
     place: Names, ours: str | None, theirs: str | None
 ) -> errors.StructureError:
-    where = f' at {"/".join(place)!r}' if place else ''
+    at_place = f' at {"/".join(place)!r}' if place else ''
     return errors.StructureError(
-        f'sg.adopt: the state has {theirs or "nothing"}{where}, where the new state '
+        f'sg.adopt: the state has {theirs or "nothing"}{at_place}, where the new state '
         f'has {ours or "nothing"}.\n{_ADVICE}'
     )
 
@@ -181,12 +183,14 @@ def _other_fields(
     owners: Mapping[Names, Owner], ours: Values, theirs: Values
 ) -> errors.StructureError:
     here, there = (
-        {'/'.join(owners[names].around) for names in of} for of in (ours, theirs)
+        {'/'.join(owners[names].pattern) for names in values}
+        for values in (ours, theirs)
     )
-    its = repr(min(there - here or there)) if there else 'nothing'
-    has = repr(min(here - there or here)) if here else 'nothing'
+    actual = repr(min(there - here or there)) if there else 'nothing'
+    expected = repr(min(here - there or here)) if here else 'nothing'
     return errors.StructureError(
-        f'sg.adopt: the state has {its}, where the new state has {has}.\n{_ADVICE}'
+        f'sg.adopt: the state has {actual}, where the new state has {expected}.\n'
+        f'{_ADVICE}'
     )
 
 

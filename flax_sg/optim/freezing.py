@@ -43,7 +43,7 @@ from flax_sg.trees.trainable import DECLARED, Declared
 
 @dataclasses.dataclass(frozen=True)
 class Freeze:
-    """A transformation that is given what is trained alone.
+    """A transformation that is given the trained parameters alone.
 
     Attributes:
         tx: the wrapped transformation.
@@ -66,7 +66,7 @@ class Freeze:
         """
         leaves = parameters_of(params)
         with raised_by('sg.freeze'):
-            # optax asks for the state of parameters without leaves.
+            # optax may ask for the state of a tree without leaves: no filter matches.
             unused = unused if leaves.values else 'ignore'
             parts = trained_leaves(leaves, self.where, unused)
         for part, path in zip(parts, leaves.paths, strict=True):
@@ -111,18 +111,18 @@ class Freeze:
             if name in extra:
                 raise _of_all_parameters(name, extra)
         leaves, trained = self._parameters(updates if params is None else params)
-        rows = [*zip(trained, leaves.paths, leaves.values, strict=True)]
+        parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
         with inside(trained):
             shown = pruned(leaves, trained)
             grads = leaves.values
             if params is not None:
                 grads = self._gradients(updates, leaves, trained, shown)
-            seen = leaves.treedef.unflatten(map(_seen, rows, grads))
+            seen = leaves.treedef.unflatten(map(_seen, parameters, grads))
             own = None if params is None else shown
             extra = {k: _of_trained(v, leaves, trained) for k, v in extra.items()}
             try:
                 new, after = self.tx.update(seen, state, own, **extra)
-                out = map(_update, rows, leaves.treedef.flatten_up_to(new))
+                out = map(_update, parameters, leaves.treedef.flatten_up_to(new))
                 updates = leaves.restore(out)
             except (ValueError, TypeError, KeyError) as error:
                 if _may_be_of(self.tx, state, shown):
@@ -146,7 +146,8 @@ class Freeze:
     ) -> list[Any]:
         """The gradient of each parameter; raises if one lacks that is trained.
 
-        What a freeze in ``tx`` leaves alone may lack: ``shown`` tells what ``tx`` sees.
+        Parameters that a freeze in ``tx`` drops may lack one. ``shown`` is what ``tx``
+        is given as its parameters.
         """
         spared = functools.cache(lambda: _frozen_in(self.tx, shown))
         return gradient_of_each(leaves, gradients, trained, spared)
@@ -235,20 +236,20 @@ def pruned(
     """
     given = leaves.values if values is None else values
     return leaves.treedef.unflatten(
-        part.cut(leaf, np.ndim(leaves.values[number]))
+        part.cut(leaf, np.ndim(leaves.values[n]))
         if isinstance(part, Choice)
         else leaf
         if part
         else ABSENT
-        for number, (part, leaf) in enumerate(zip(trained, given, strict=True))
+        for n, (part, leaf) in enumerate(zip(trained, given, strict=True))
     )
 
 
 def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Any]) -> Any:
-    """What an optimizer sees of something else that ``update`` is given.
+    """What an optimizer sees of another argument of ``update``, such as ``value=``.
 
-    A tree like the parameters is pruned as they are. If these are one array, anything
-    is such a tree: then the loss in ``value=`` is told by its shape.
+    A tree like the parameters is pruned as they are. If the parameters are one array,
+    every array is such a tree. A scalar, as the loss is, is then left as it is.
     """
     values, treedef = jax.tree.flatten(value, is_leaf=is_whole)
     if treedef != leaves.treedef:
@@ -258,17 +259,17 @@ def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Any]) -> Any:
     return pruned(leaves, trained, values)
 
 
-# Of a parameter what is trained, its path and its value.
-_Row: TypeAlias = tuple[Any, filters.Path, Any]
+# A parameter: what is trained of it, its path and its value.
+_Parameter: TypeAlias = tuple[Any, filters.Path, Any]
 
 
-def _seen(row: _Row, gradient: Any) -> Any:
+def _seen(parameter: _Parameter, gradient: Any) -> Any:
     """What the optimizer sees of a gradient: no frozen rows, zeros in frozen parts.
 
     Gradients for each example have axes in front.
     """
-    part, path, leaf = row
-    if part and gradient is ABSENT:  # A freeze in the optimizer drops it.
+    part, path, leaf = parameter
+    if part and gradient is ABSENT:  # A freeze in ``tx`` drops it.
         gradient = jnp.zeros_like(leaf)
     if not isinstance(part, (filters.Part, Choice)):
         return gradient if part else ABSENT
@@ -280,18 +281,18 @@ def _seen(row: _Row, gradient: Any) -> Any:
     return filters.merged(part, gradient, jnp.zeros_like(gradient), path, own)
 
 
-def _update(row: _Row, update: Any) -> Any:
+def _update(parameter: _Parameter, update: Any) -> Any:
     """The update of a parameter: one that adds nothing to what is frozen."""
-    part, path, leaf = row
+    part, path, leaf = parameter
     if not part:
-        return _nothing(leaf)
+        return _no_update(leaf)
     if isinstance(part, Choice):
         return part.put(update, np.shape(leaf), -0.0)
     rest = jnp.full_like(update, -0.0) if isinstance(part, filters.Part) else update
     return filters.merged(part, update, rest, path, np.shape(leaf))
 
 
-def _nothing(leaf: Any) -> Any:
+def _no_update(leaf: Any) -> Any:
     """The update of a frozen leaf: a constant that adds nothing, and takes no memory.
 
     It is minus zero, as 0.0 changes the sign of -0.0. A program makes it by itself: of
@@ -317,8 +318,8 @@ def _frozen_in(tx: Any, params: Any) -> set[Any]:
     """The places of the parameters that a freeze in a transformation leaves alone."""
     return {
         path.place
-        for found in selections(tx, params).values()
-        for path, part in zip(found.paths, found.trained, strict=True)
+        for selection in selections(tx, params).values()
+        for path, part in zip(selection.paths, selection.trained, strict=True)
         if not part
     }
 
@@ -330,7 +331,7 @@ def _may_be_of(tx: Any, state: Any, params: Any) -> bool:
     """
     try:
         made = jax.eval_shape(tx.init, params)
-    except jax.errors.JAXTypeError:  # It asks for values.
+    except jax.errors.JAXTypeError:  # ``tx.init`` asks for values.
         return True
     begun, now = _shapes_of(made), _shapes_of(state)
     if begun == now:

@@ -97,20 +97,22 @@ def mask(
         filters.named(filters.as_filter(given), side, call)
     with raised_by(f'sg.mask({side}=...)'):
         if is_absent(frozen):
-            [said] = chosen([leaves], trained, unused)
+            [decisions] = chosen([leaves], trained, unused)
         else:
             updated = trained_leaves(leaves, frozen, unused)
-            said = [filters.negated(takes) for takes in updated]
-    return _beside(leaves, map(_bools, said, leaves.values, leaves.paths))
+            decisions = [filters.negated(decision) for decision in updated]
+    return _in_place_of_leaves(
+        leaves, map(_bools, decisions, leaves.values, leaves.paths)
+    )
 
 
-def _bools(takes: Any, leaf: Any, path: str) -> Any:
-    """What a mask has at a leaf: a bool, or one for each element."""
-    if not isinstance(takes, filters.Part):
-        return takes
+def _bools(decision: Any, leaf: Any, path: str) -> Any:
+    """The bool of a mask at a leaf, or a bool for each element."""
+    if not isinstance(decision, filters.Part):
+        return decision
     shape = np.shape(leaf)
-    mask = takes.any_mask(shape, path)
-    if takes.is_conditional and mask.size == 1:
+    mask = decision.any_mask(shape, path)
+    if decision.is_conditional and mask.size == 1:
         return mask.reshape(())
     if isinstance(mask, np.ndarray):
         return np.array(np.broadcast_to(mask, shape))
@@ -154,25 +156,25 @@ def labels(
         ArgumentValueError: if there is a collection that no optimizer may see.
     """
     leaves = parameters_of(tree, 'sg.labels(tree, {label: where})')
-    # What is absent may have had a gradient, so filters may name it.
-    asked = [is_absent(leaf) or is_differentiable(leaf) for leaf in leaves.values]
-    paths = list(itertools.compress(leaves.paths, asked))
+    # A leaf that is absent may have had a gradient, so filters may name it.
+    may_have = [is_absent(leaf) or is_differentiable(leaf) for leaf in leaves.values]
+    paths = list(itertools.compress(leaves.paths, may_have))
     with raised_by('sg.labels'):
-        found = iter(classified(paths, groups, unused)[0])
+        labels_of_paths = iter(classified(paths, groups, unused)[0])
     out: list[Any] = []
-    for ask, (path, leaf) in zip(asked, leaves, strict=True):
-        several = next(found) if ask else []
-        if several or (ask and is_absent(rest) and not is_absent(leaf)):
-            out.append(one_label(path, several, ", or pass rest='frozen'"))
+    for may, (path, leaf) in zip(may_have, leaves, strict=True):
+        candidates = next(labels_of_paths) if may else []
+        if candidates or (may and is_absent(rest) and not is_absent(leaf)):
+            out.append(one_label(path, candidates, ", or pass rest='frozen'"))
         else:
             out.append('frozen' if is_absent(rest) else rest)
-    return _beside(leaves, out)
+    return _in_place_of_leaves(leaves, out)
 
 
-def _beside(leaves: Leaves, found: Iterable[Any]) -> Any:
-    """The tree with what was found at each leaf, and nothing where nothing is."""
-    # In `freeze`, optax.multi_transform asks for labels of what is trained alone.
-    pairs = zip(leaves.values, found, strict=True)
+def _in_place_of_leaves(leaves: Leaves, values: Iterable[Any]) -> Any:
+    """The tree with other values in place of its leaves; ``ABSENT`` stays."""
+    # Inside of sg.freeze, optax.multi_transform asks for labels of a pruned tree.
+    pairs = zip(leaves.values, values, strict=True)
     return leaves.restore(leaf if is_absent(leaf) else new for leaf, new in pairs)
 
 
@@ -182,9 +184,12 @@ def trained_leaves(
     """For each leaf whether an optimizer updates it, or which part of it."""
     if isinstance(frozen, Declared):
         return chosen([leaves], frozen, unused)[0]
-    [takes] = selected([leaves.paths], filters.as_filter(frozen), unused)
-    pairs = zip(takes, leaves.values, strict=True)
-    return [is_differentiable(leaf) and filters.negated(take) for take, leaf in pairs]
+    [decisions] = selected([leaves.paths], filters.as_filter(frozen), unused)
+    pairs = zip(decisions, leaves.values, strict=True)
+    return [
+        is_differentiable(leaf) and filters.negated(decision)
+        for decision, leaf in pairs
+    ]
 
 
 def parameters_of(tree: Any, call: str = '') -> Leaves:

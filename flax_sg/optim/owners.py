@@ -1,4 +1,4 @@
-"""Whom the values in a state of an optimizer belong to.
+"""Which parameter each value in a state of an optimizer belongs to.
 
 The names of a parameter stand below those of a tree that is like the parameters:
 '0/mu/enc/w' is Adam's 'mu' of 'enc/w'. In the state of a freeze, these are the
@@ -26,8 +26,8 @@ from flax_sg.optim.selections import (
 from flax_sg.trees.leaves import ABSENT, Leaves, is_differentiable, shape_of
 from flax_sg.trees.rows import shape_of_part
 
-# States that remember steps of all parameters together: what they know of some of them
-# is of no use beside others.
+# States that remember steps of all parameters together: what they remember of some of
+# them is of no use to other ones.
 _OF_ONE_SELECTION = (
     'ScaleByLBFGSState',
     'ScaleByBacktrackingLinesearchState',
@@ -37,55 +37,58 @@ _OF_ONE_SELECTION = (
 
 
 class Owner(NamedTuple):
-    """Whom a value of a state belongs to.
+    """The parameter that a value of a state belongs to.
 
     Attributes:
         name: the path of the parameter; the value's own place if there is none.
         part: the part of the state that has the value, or the tree that is like the
             parameters: a count stands there beside moments.
-        around: the names of the value without those of the parameter.
-        selection: what the innermost freeze around it selects.
-        number: which parameter of these; -1 for none.
+        pattern: the names of the value, with '*' in place of those of the parameter.
+        selection: the selection of the innermost freeze whose state has the value.
+        parameter: the index of the parameter in the selection; -1 for none.
     """
 
     name: str
     part: Names
-    around: Names
+    pattern: Names
     selection: Selection
-    number: int = -1
+    parameter: int = -1
 
     @property
     def trained(self) -> Any:
         """What is trained of the parameter."""
-        return self.number >= 0 and self.selection.trained[self.number]
+        return self.parameter >= 0 and self.selection.trained[self.parameter]
 
     @property
     def names(self) -> Names:
         """The names of the parameter; () if there is none."""
-        return self.selection.names[self.number] if self.number >= 0 else ()
+        return self.selection.names[self.parameter] if self.parameter >= 0 else ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter; () if there is none."""
-        return self.selection.shapes[self.number] if self.number >= 0 else ()
+        return self.selection.shapes[self.parameter] if self.parameter >= 0 else ()
 
     @property
-    def one_trained(self) -> Names:
-        """The names of a parameter that is trained beside this one, if there is one."""
+    def some_trained(self) -> Names:
+        """The names of a trained parameter of the selection; () if there is none."""
         pairs = zip(self.selection.names, self.selection.trained, strict=True)
         return next((names for names, trained in pairs if trained), ())
 
-    def owns(self, made: Any) -> bool:
-        """Whether a value belongs to a parameter; a number may be that of a tree."""
-        return self.number >= 0 and not shape_of(made) == () != self.shape
+    def owns(self, value: Any) -> bool:
+        """Whether a value belongs to a parameter.
 
-    def is_as_long(self, made: Any) -> bool:
+        A scalar may count for all parameters, unless its parameter is a scalar.
+        """
+        return self.parameter >= 0 and not shape_of(value) == () != self.shape
+
+    def is_as_long(self, value: Any) -> bool:
         """Whether a value is an array as long as all that is trained."""
-        if len(shape_of(made)) != 1:
+        if len(shape_of(value)) != 1:
             return False
         rows = zip(self.selection.trained, self.selection.shapes, strict=True)
         size = sum(math.prod(shape_of_part(*row)) for row in rows if row[0])
-        return shape_of(made) == (size,) != (1,) and is_differentiable(made)
+        return shape_of(value) == (size,) != (1,) and is_differentiable(value)
 
 
 def owners_of(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, Owner]:
@@ -99,14 +102,14 @@ def owners_of(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, Ow
     everything = Selection.of(leaves, [True] * len(leaves.values))
     freezes = {(): everything, **selections(tx, leaves.restore(leaves.values))}
     inside: dict[Names, list[Names]] = {top: [] for top in freezes}
-    for names in every:  # The innermost freeze around a value decides.
+    for names in every:  # The innermost freeze whose state has the value decides.
         tops = (names[:n] for n in range(len(names), -1, -1))
         inside[next(top for top in tops if top in freezes)].append(names)
     owners: dict[Names, Owner] = {}
     for top, selection in freezes.items():
-        places = {path: n for n, path in enumerate(selection.names)}
+        indices = {path: n for n, path in enumerate(selection.names)}
         readings = {
-            names: [*_readings(names, len(top), places)] for names in inside[top]
+            names: [*_readings(names, len(top), indices)] for names in inside[top]
         }
         votes = collections.Counter(
             names[: reading.first]
@@ -125,15 +128,15 @@ def vectors_of(
     """The places of the arrays that ``optax.flatten`` made of all parameters.
 
     They are as long as all that is trained, and shorter without one of these: the
-    numbers of ``optax.contrib.mechanize`` are as many with any parameters.
+    vectors of ``optax.contrib.mechanize`` are as long with any parameters.
     """
     without = functools.cache(functools.partial(_shapes_without, tx, leaves))
     return {
         names
         for names, made in pairs
-        if owners[names].number < 0
+        if owners[names].parameter < 0
         and owners[names].is_as_long(made)
-        and without(owners[names].one_trained).get(names) != np.shape(made)
+        and without(owners[names].some_trained).get(names) != np.shape(made)
     }
 
 
@@ -145,33 +148,35 @@ def _shapes_without(tx: Any, leaves: Leaves, parameter: Names) -> dict[Names, An
         for names, leaf in zip(keys, leaves.values, strict=True)
     )
     try:
-        with marked():  # So no filter has to match something.
+        with marked():  # Otherwise a filter of the parameter that is left out raises.
             state = jax.eval_shape(tx.init, leaves.treedef.unflatten(left))
-    except (ValueError, TypeError):  # It needs this one.
+    except (ValueError, TypeError):  # ``tx`` needs this parameter.
         return {}
     return {names: value.shape for names, value in values_of(state)}
 
 
 class _Reading(NamedTuple):
-    """Some of the names of a value, read as those of a parameter.
+    """A run of the names of a value that is the names of a parameter.
 
     Attributes:
         first: where they begin.
         last: where they end.
-        number: the number of the parameter.
+        parameter: the index of the parameter.
     """
 
     first: int
     last: int
-    number: int
+    parameter: int
 
 
-def _readings(names: Names, start: int, places: dict[Names, int]) -> Iterator[_Reading]:
+def _readings(
+    names: Names, start: int, indices: dict[Names, int]
+) -> Iterator[_Reading]:
     for first in range(start, len(names) + 1):
         for last in range(first, len(names) + 1):
-            number = places.get(names[first:last])
-            if number is not None:
-                yield _Reading(first, last, number)
+            parameter = indices.get(names[first:last])
+            if parameter is not None:
+                yield _Reading(first, last, parameter)
 
 
 def _owner_of(
@@ -183,22 +188,22 @@ def _owner_of(
     """The owner of a value: of several readings the most likely one.
 
     'mu/w' may be the parameter 'w' below Adam's 'mu', or a parameter of this name.
-    Where the names before lead to more parameters, they are those of a tree.
+    Where the names in front lead to more parameters, they are those of a tree.
     """
 
     def likely(reading: _Reading) -> Any:
         # The last end counts: 'b/a' is not 'a'.
-        votes_of = votes[names[: reading.first]]
-        is_trained = bool(selection.trained[reading.number])
-        return reading.last, votes_of, is_trained, -reading.first, reading.number
+        vote = votes[names[: reading.first]]
+        is_trained = bool(selection.trained[reading.parameter])
+        return reading.last, vote, is_trained, -reading.first, reading.parameter
 
     readings = [reading for reading in readings if votes[names[: reading.first]]]
     if not readings:
         return Owner('/'.join(names), names[:-1], names, selection)
-    first, last, number = max(readings, key=likely)
-    around = (*names[:first], '*', *names[last:])
+    first, last, parameter = max(readings, key=likely)
+    pattern = (*names[:first], '*', *names[last:])
     part = names[: max(first - 1, 0)]
-    return Owner(str(selection.paths[number]), part, around, selection, number)
+    return Owner(str(selection.paths[parameter]), part, pattern, selection, parameter)
 
 
 def values_of(state: Any) -> list[tuple[Names, Any]]:
@@ -208,5 +213,5 @@ def values_of(state: Any) -> list[tuple[Names, Any]]:
 
 
 def is_of_one_selection(node: Any) -> bool:
-    """Whether something remembers steps of all parameters together; one value."""
+    """Whether a node of a state remembers steps of all parameters; it is one value."""
     return type(node).__name__ in _OF_ONE_SELECTION

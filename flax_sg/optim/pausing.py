@@ -1,8 +1,8 @@
-"""What is frozen for a while keeps its moments as they are.
+"""The moments of parameters that are frozen for a while stay as they are.
 
 A traced condition, or a mask, may freeze something in this step and train it in the
 next one. So the optimizer sees it in every step, with a zero gradient while it is
-frozen. Of that alone Adam's moments would decay: here they are put back.
+frozen. By zero gradients Adam's moments decay: here the old ones are put back.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from flax_sg.trees.rows import Choice
 def with_paused(
     tx: Any, leaves: Leaves, trained: Mapping[Names, Any], before: Any, after: Any
 ) -> Any:
-    """The state after an update, with what is of frozen elements as it was before.
+    """The state after an update, with the old values of frozen elements.
 
-    What belongs to all parameters, such as a count of steps, goes on.
+    Values that belong to all parameters, such as a count of steps, go on.
 
     Args:
         tx: the transformation.
         leaves: the parameters that it sees.
-        trained: of some of these the part that is trained, by the names of the
-            parameter.
+        trained: the part that is trained, by the names of the parameter, for those
+            of which a part is.
         before: the state before the update.
         after: the state after it.
     """
@@ -44,14 +44,14 @@ def with_paused(
     vectors = vectors_of(tx, leaves, values, owners)
     out: list[Any] = []
     for keys, new in pairs:
-        owner, was = owners[names_of(keys)], old.get(keys)
-        if was is None:  # The state has grown.
+        owner, old_value = owners[names_of(keys)], old.get(keys)
+        if old_value is None:  # The state has grown.
             out.append(new)
         elif names_of(keys) in vectors:
-            out.append(jnp.where(_mask_of_vector(owner, trained), new, was))
+            out.append(jnp.where(_mask_of_vector(owner, trained), new, old_value))
         else:
             part = trained.get(owner.names) if _is_moment(owner, new) else None
-            out.append(new if part is None else _where(part, new, was, owner))
+            out.append(new if part is None else _paused(part, new, old_value, owner))
     return treedef.unflatten(out)
 
 
@@ -61,21 +61,21 @@ def _is_moment(owner: Owner, value: Any) -> bool:
     The names do not always tell: ``optax.scale_by_schedule`` has a 'count', as a
     parameter may be named, and each value is named as a parameter that is one array.
     """
-    if owner.number < 0 or 'hyperparams' in owner.around:
+    if owner.parameter < 0 or 'hyperparams' in owner.pattern:
         return False
     is_count = np.ndim(value) == 0 and not is_differentiable(value)
     return not is_count and (owner.names != () or owner.owns(value))
 
 
-def _where(part: filters.Part, new: Any, old: Any, owner: Owner) -> Any:
+def _paused(part: filters.Part, new: Any, old: Any, owner: Owner) -> Any:
     """A value of one parameter; the old one where its elements are frozen.
 
-    What is of another shape, such as Adafactor's sums of rows, is of all elements: it
-    is the old one if all of them are frozen.
+    A value of another shape, such as Adafactor's sums of rows, belongs to all elements:
+    the old one stays if all of them are frozen.
     """
     shape, rows = owner.shape, owner.trained
     mask = part.any_mask(shape, owner.name)
-    if isinstance(rows, Choice):  # A freeze in the optimizer shows it these alone.
+    if isinstance(rows, Choice):  # A freeze in ``tx`` cut these rows.
         mask = rows.cut(jnp.broadcast_to(mask, shape), len(shape))
         shape = mask.shape
     front = np.ndim(old) - len(shape)
@@ -85,7 +85,7 @@ def _where(part: filters.Part, new: Any, old: Any, owner: Owner) -> Any:
 
 
 def _mask_of_vector(owner: Owner, trained: Mapping[Names, Any]) -> Any:
-    """Which elements of a vector are trained, that ``optax.flatten`` made of all."""
+    """Which elements are trained of the vector that ``optax.flatten`` made."""
     selection = owner.selection
     rows = zip(selection.names, selection.shapes, selection.trained, strict=True)
     masks = [

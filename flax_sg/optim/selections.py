@@ -1,11 +1,11 @@
-"""Which freezes a transformation holds, and which part of its state is of which.
+"""Which freezes are in a transformation, and which part of its state is of which.
 
 Naive attempts look at the outermost transformation alone, or through the wrappers that
 they know. Here ``tx.init`` is traced on shapes, in a context in which each freeze marks
 its state. So every wrapper is seen through: the mark stands where it puts the state.
 
-In the same context a freeze is told whether a freeze around it has cut rows: then its
-own filter may name no rows, since it would count them in what is left.
+In the same context a freeze is told whether an outer freeze has cut rows: then its own
+filter may name no rows, since it would count them in what is left.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Selection:
         return cls(leaves.paths, names, [*map(shape_of, leaves.values)], trained)
 
     def within(self, outer: Selection) -> Selection:
-        """What it trains of whole arrays, if a freeze around it has cut some rows."""
+        """What it trains of whole arrays, if an outer freeze has cut some rows."""
         cut = {
             names: (rows, shape)
             for names, rows, shape in zip(
@@ -60,11 +60,11 @@ class Selection:
             if isinstance(rows, Choice)
         }
         shapes, trained = [*self.shapes], [*self.trained]
-        for number, names in enumerate(self.names if cut else ()):
+        for n, names in enumerate(self.names if cut else ()):
             rows, shape = cut.get(names, (None, ()))
-            if rows and shapes[number] == shape_of_part(rows, shape):
-                shapes[number] = shape
-                trained[number] = trained[number] and rows
+            if rows and shapes[n] == shape_of_part(rows, shape):
+                shapes[n] = shape
+                trained[n] = trained[n] and rows
         return dataclasses.replace(self, shapes=shapes, trained=trained)
 
 
@@ -74,12 +74,12 @@ def marks() -> bool:
 
 
 def rows_are_cut() -> bool:
-    """Whether a freeze around the one that runs now has cut rows of an array."""
+    """Whether a freeze outside of the one that runs now has cut rows of an array."""
     return tracing.freezes.value[1]
 
 
 def marked() -> contextlib.AbstractContextManager[Any]:
-    """In it each freeze marks its state, and no filter has to match something."""
+    """A context in which each freeze marks its state, and no filter has to match."""
     return tracing.freezes((True, rows_are_cut()))
 
 
@@ -100,7 +100,7 @@ def inside(trained: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Marked:
-    """The state of a freeze, with what it selects. The key of the state has no name."""
+    """The state of a freeze, and its selection. JAX's key of the state has no name."""
 
     value: Any
     selection: Selection
@@ -133,7 +133,7 @@ def selections(tx: Any, params: Any) -> dict[Names, Selection]:
     with marked():
         try:
             jax.eval_shape(init)
-        except jax.errors.JAXTypeError:  # It asks for values.
+        except jax.errors.JAXTypeError:  # ``tx.init`` asks for values.
             init()
     return by_place
 

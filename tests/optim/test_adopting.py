@@ -294,7 +294,7 @@ def first_update(count: int) -> float:
 
 
 def test_a_count_that_is_older_than_moments_has_the_effect_that_the_page_tells():
-    page = pathlib.Path(__file__, '../../../docs/optimizers.md').resolve().read_text()
+    page = pathlib.Path(__file__, '../../../docs/stages.md').resolve().read_text()
     [row] = re.findall(r'times the first update of a new Adam \|(.*)', page)
     figures = [float(text) for text in row.strip(' |').split('|')]
     assert [round(first_update(n), 2) for n in (5, 20, 50, 200)] == figures[:4]
