@@ -20,7 +20,7 @@ FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 LAZY = (Iterator, AsyncIterator, Awaitable)
 ARRAYS = (tracing.Tracer, jax.Array)
 # Types of values that may be computed from untraced variables.
-NUMBERS = (*ARRAYS, np.ndarray, np.generic, float, complex)
+NUMERIC = (*ARRAYS, np.ndarray, np.generic, float, complex)
 # Types whose contents are not searched.
 CLOSED = (
     *(*MODULES, rules.Rewrite, types.ModuleType, types.CodeType),

@@ -190,12 +190,12 @@ def meet(block: Block, root: Root, outside: bool = False) -> None:
 
 
 def settle(root: Root, handled: BaseException | None) -> None:
-    """Shows a tree that is complete to the open blocks, and judges those that wait.
+    """Lets open blocks meet a complete tree, and judges blocks that waited for it.
 
     Args:
         root: the tree, at the end of an ``init`` or an apply.
-        handled: the exception that was being handled when that began. If its body
-            raised, that exception is shown, and not one of a filter.
+        handled: the exception that was being handled when it began. If another one is
+            by now, its body has raised: then no error of a filter hides that one.
     """
     if sys.exception() is handled:
         for block in thread.blocks:

@@ -79,7 +79,8 @@ class Asker:
         if not self.has_functions and rule.acts_on != 'cotangents':
             self.sure = self.kind, rule.token(), self.owner_path, self.tree
         self._decisions: dict[Hashable, Any] = {}
-        # Decisions as the block opened, which nobody has entered in the table so far.
+        # Decisions made when the block opened. They go into the table at the first
+        # read. A block that finds its programs reads nothing, and has to open fast.
         self._early: list[tuple[Path, Any]] = []
 
     def path_of(self, facts: Facts) -> Path:
@@ -132,7 +133,7 @@ class Asker:
             path = number.path_for(self.owner_path)
             try:
                 decision = where.fn(path)
-            except Exception as error:  # The function was not written for the variable.
+            except Exception as error:  # The variable may be that of another model.
                 return type(error)
             self._early.append((path, decision))
             if decision.__class__ is bool:
@@ -153,7 +154,7 @@ class Asker:
             decision = self.ask(path)
             is_part = isinstance(decision, filters.Part)
             return decision.elements.shape if is_part else decision
-        except Exception as error:  # The function was not written for the variable.
+        except Exception as error:  # The variable may be that of another model.
             return type(error)
 
 

@@ -15,7 +15,7 @@ from flax_sg.internals import patching, tracing
 from flax_sg.internals.places import Place
 from flax_sg.rules import rules
 
-# Whoever can open a block has the hooks, which pass through while none is open.
+# Blocks are opened here alone, so whoever can open one has the hooks.
 patching.install(hooks.HOOKS)
 setup_values.look_at_what_is_older()
 

@@ -84,7 +84,7 @@ def _keep(module: Any) -> None:
         descriptor = inspect.getattr_static(cls, name, None)
         # The class has a ``Kept`` already, or a descriptor of the user, which stays.
         if not hasattr(type(descriptor), '__set__'):
-            # A metaclass of the user may refuse attributes, or count them.
+            # Past a metaclass of the user, which may refuse attributes, or count them.
             type.__setattr__(cls, name, Kept(cls, name))
 
 
@@ -148,7 +148,8 @@ def try_setup(self: Any, shallow: bool = False) -> None:
 def _set_up(self: Any, original: Callable[[Any], None]) -> None:
     (root, open_blocks), before = _covering(self.scope), blocks.thread.rewritten
     root.setups.running[id(self)] = open_blocks
-    if root.setups.made_in is not None:  # The values of a second run are what is asked.
+    # A second run is for the values that it makes in its blocks, so they stay.
+    if root.setups.made_in is not None:
         return original(self)
     try:
         original(self)
@@ -169,7 +170,7 @@ def _make_plain(viewed: _SetupValues) -> None:
     """Replaces values made in blocks by those that ``setup`` makes without blocks."""
     module, plain = viewed.module, _SetupValues(viewed.module, viewed.root, ())
     for name, value in _made_in_setup(module):
-        if contents.may_hold(value, contents.NUMBERS):
+        if contents.may_hold(value, contents.NUMERIC):
             new = plain.convert(name, value, viewed.blocks)
             viewed.shown[name] = new, value, True
             object.__setattr__(module, name, new)
@@ -248,11 +249,12 @@ class _SetupValues:
     def _may_change(self, made_in: Blocks) -> tuple[type, ...]:
         """The classes of values that may differ in these blocks.
 
-        A stop changes tracers only. A rule that brings values changes numbers, too.
+        A stop changes tracers only. A rule that brings values changes numpy arrays and
+        floats, too, which ``setup`` may have computed from untraced variables.
         """
         brings = any(block.rewrite.rule.brings for block in (*made_in, *self.blocks))
-        is_all = brings and _has_numbers(self.module)
-        return contents.NUMBERS if is_all else contents.ARRAYS
+        is_all = brings and _has_untraced(self.module)
+        return contents.NUMERIC if is_all else contents.ARRAYS
 
     def _variable_of(
         self, value: Any, made_in: Blocks, classes: tuple[type, ...]
@@ -315,7 +317,7 @@ def _joined(old: Any, new: Any, classes: tuple[type, ...]) -> Any:
     raise ValueError('it holds a module as well as an array')
 
 
-def _has_numbers(module: Any) -> bool:
+def _has_untraced(module: Any) -> bool:
     """Whether any variable that ``setup`` may have read, in any module, is untraced."""
     leaves = jax.tree_util.tree_leaves(core_scopes.stored(module.scope.root))
     return not all(isinstance(leaf, tracing.Tracer) for leaf in leaves)

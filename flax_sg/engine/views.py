@@ -107,8 +107,9 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
 
     Args:
         root: the tree that is read.
-        blocks: the open blocks, outermost first. Their rules apply in this order: the
-            outermost rule gets the stored value. A cotangent reaches it last.
+        blocks: the open blocks, outermost first. A value goes through their rules in
+            this order: the outermost rule gets the stored value. A cotangent comes back
+            in the opposite order: the innermost rule gets it first.
         key: the collection and the path of ``value``.
         value: the stored value. A mapping is a subtree, and its keys are names. Leaves
             inside anything else (a tuple, a box) belong to one variable.

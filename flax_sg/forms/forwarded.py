@@ -18,7 +18,7 @@ from flax_sg import errors
 
 
 class OfModule:
-    """A method of a wrapper that is, on each wrapper, made of its module's method.
+    """A method that each wrapper makes from the method of its own module.
 
     Args:
         fn: the method of a wrapper whose module has no such method of its own.

@@ -90,7 +90,7 @@ def module_of(frame: types.FrameType) -> Module | None:
 
 def _code_of(method: Any) -> Any:
     """The code that runs for what a class has under a name."""
-    method = getattr(method, 'wrapped', method)  # Flax wraps properties of a module.
+    method = getattr(method, 'wrapped', method)  # Flax wraps a property in an object.
     if isinstance(method, property):
         method = method.fget
     elif isinstance(method, functools.cached_property):

@@ -1,4 +1,4 @@
-"""Imports packages that only some parts of the library need, or asks if others did."""
+"""Imports optional packages, or tells whether the program has imported them."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ class Chosen(filters.Derived):
 
     @functools.cached_property
     def identity(self) -> Hashable:
-        """What was selected, and out of what: two kinds differ in that."""
+        """The selected paths, and all paths that were there."""
         return self.selected, self.known
 
     @property
     def side(self) -> str:
-        """What it names."""
+        """What it names: ``'trained'`` or ``'frozen'``."""
         return self.names
 
     def __call__(self, path: Any, matched: Any = None) -> Any:

@@ -111,7 +111,7 @@ class Rule:
         return LEAF_BY_LEAF
 
     def key(self) -> Hashable:
-        """What tells it from rules with another effect; kept longer than the rule."""
+        """What tells it from rules with another effect; it outlives the rule."""
         return self
 
     def token(self) -> Hashable:

@@ -284,7 +284,7 @@ def _is_slow(equation: Any) -> bool:
 
 
 def _operations(equation: Any) -> Iterator[tuple[Any, ...]]:
-    """What a checkpoint's policy is told of an operation, and of those within it."""
+    """The signatures of an operation, and of all operations within it."""
     yield _signature(equation.primitive, [v.aval for v in equation.invars])
     for inner in jaxprs.within(equation):
         for part in jaxprs.opened(inner).eqns:
@@ -292,4 +292,5 @@ def _operations(equation: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _signature(primitive: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
+    """What the policy of a checkpoint can tell of an operation."""
     return primitive, *map(str, avals)
