@@ -158,5 +158,17 @@ CASES: dict[str, Any] = {
     'a wrapper of linen around a model of NNX': lambda: nn.Frozen(model),
     'a rule of linen on a model of NNX': lambda: nn.stop_gradient(model, 'kernel'),
     'a model of NNX in place of a filter': lambda: nn.stop_gradient(model),
+    'a filter in a table of a model of NNX': (
+        lambda: sg.tabulate(model, 'ker*'),
+        lambda: sg.paths(model, where='ker*'),
+    ),
+    'paths of a model of NNX, the filter without its name': (
+        lambda: sg.paths(model, 'ker*'),
+        lambda: sg.paths(model, where='ker*'),
+    ),
+    'a model of NNX without inputs': (
+        lambda: sg.tabulate(model),
+        lambda: sg.tabulate(model, x),
+    ),
 }
 where = 'kernel'

@@ -127,18 +127,6 @@ CASES: dict[str, Any] = {
         lambda: sg.tabulate(fnn.Dense(2), jnp.ones(2), where=sg.where('ker*')),
         lambda: sg.paths(fnn.Dense(2), jnp.ones(2), where=sg.where('ker*')),
     ),
-    'a filter in a table of a model of NNX': (
-        lambda: sg.tabulate(MODEL, 'ker*'),
-        lambda: sg.paths(MODEL, where='ker*'),
-    ),
-    'paths of a model of NNX, the filter without its name': (
-        lambda: sg.paths(MODEL, 'ker*'),
-        lambda: sg.paths(MODEL, where='ker*'),
-    ),
-    'a model of NNX without inputs': (
-        lambda: sg.tabulate(MODEL),
-        lambda: sg.tabulate(MODEL, jnp.ones(2)),
-    ),
     'a model of linen without inputs': (
         lambda: sg.paths(fnn.Dense(2)),
         lambda: sg.paths(fnn.Dense(2), jnp.ones(2)),
