@@ -261,12 +261,20 @@ class Derived(Atom):
         selected: the variables that are meant, each by its collection and its names.
         known: all variables that were looked at.
         source: what found them.
+        conditional: those of the selected that a condition stops for a while. Filters
+            are equal without it.
     """
 
     names_leaves: ClassVar[bool] = True
     selected: frozenset[tuple[str, tuple[str, ...]]]
     known: frozenset[tuple[str, tuple[str, ...]]]
     source: str = 'live'
+    conditional: frozenset[tuple[str, tuple[str, ...]]] = frozenset()
+
+    @functools.cached_property
+    def identity(self) -> Hashable:
+        """The variables, and what found them."""
+        return self.selected, self.known, self.source
 
     @property
     def may_be_empty(self) -> bool:
@@ -295,9 +303,16 @@ class Derived(Atom):
         return place in self.selected
 
     def __repr__(self) -> str:
-        names = sorted('/'.join(names) for _, names in self.selected)
-        shown = [repr(name) for name in names[:3]] + ['...'] * (len(names) > 3)
-        return f'<{self.source}: {", ".join(shown) or "nothing"}>'
+        text = f'{self.source}: {_some(self.selected) or "nothing"}'
+        if self.conditional:
+            text += f', with a condition on {_some(self.conditional)}'
+        return f'<{text}>'
+
+
+def _some(variables: Iterable[tuple[str, tuple[str, ...]]]) -> str:
+    """The paths of the first three of some variables."""
+    names = sorted('/'.join(names) for _, names in variables)
+    return ', '.join([*map(repr, names[:3]), *['...'] * (len(names) > 3)])
 
 
 def no_variables(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flax_sg import errors, filters
@@ -68,7 +68,9 @@ def live(
         raises, and so does ``wrt=~live``.
         Two of these are equal if they select the same of the same parameters. All
         variables in one box are selected together. If a part of an array is stopped
-        (``sg.at``, ``frozen_layers=``), exactly the rest is selected.
+        (``sg.at``, ``frozen_layers=``), exactly the rest is selected. A parameter that
+        a condition stops for a while, ``where & (step < k)``, is selected. The printed
+        filter names it.
 
     Raises:
         UnknownNameError: when the filter is asked for a variable that was not in
@@ -87,21 +89,36 @@ def live(
     report = gradient_flow(
         fun, params, *args, argnums=argnums, has_aux=has_aux, wrt=wrt, **kwargs
     )
-    # Leaves in one box share a place.
-    said: dict[Any, bool | filters.Part] = {}
-    for number, path in enumerate(report.parameters):
-        said[path.place] = said.get(path.place, False) | report.trained(number)
     trees = arguments_of((params, *args), argnums).values()
-    known = frozenset(path.place for tree in trees for path in tree.paths)
-    found: list[filters.Filter] = []
-    for takes in dict.fromkeys(filter(None, said.values())):
-        # The whole variables, or those of which the same part is trained.
-        places = frozenset(place for place, others in said.items() if others == takes)
-        some = filters.Derived(places, known)
-        found.append(some & takes.elements if isinstance(takes, filters.Part) else some)
-    if not found:
+    asked = frozenset(path.place for tree in trees for path in tree.paths)
+    parts = [*_parts(report, asked)]
+    if not parts:
         warn_once(_nothing(report), Place.here(), UserWarning)
-    return filters.Trained(tuple(found) or (filters.Derived(frozenset(), known),))
+    return filters.Trained(tuple(parts) or (filters.Derived(frozenset(), asked),))
+
+
+def _parts(
+    report: GradientFlow, asked: frozenset[tuple[str, tuple[str, ...]]]
+) -> Iterator[filters.Filter]:
+    """Yields the filters of what is trained: of whole variables, and of each part.
+
+    Args:
+        report: the report on the function.
+        asked: the place of each variable.
+    """
+    # Leaves in one box share a place.
+    decisions: dict[Any, bool | filters.Part] = {}
+    for n, path in enumerate(report.parameters):
+        decisions[path.place] = decisions.get(path.place, False) | report.trained(n)
+    rows = zip(report.parameters, zip(*report.conditions, strict=True), strict=True)
+    conditional = {path.place for path, lines in rows if any(lines)}
+    for decision in dict.fromkeys(filter(None, decisions.values())):
+        places = {place for place, other in decisions.items() if other == decision}
+        variables = filters.Derived(
+            frozenset(places), asked, conditional=frozenset(places & conditional)
+        )
+        is_part = isinstance(decision, filters.Part)
+        yield variables & decision.elements if is_part else variables
 
 
 def _nothing(report: GradientFlow) -> str:

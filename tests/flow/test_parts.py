@@ -505,6 +505,7 @@ def test_what_a_condition_stops_is_trained_and_told(name):
     assert str(report).splitlines()[-1] == f'{last} {TABLE}.'
     assert not report.why(output, 'Dense_0/kernel').condition
     live = sg.live(loss, PARAMS, step)
+    assert repr(live).endswith(f", with a condition on '{TABLE}'>")
     assert live == sg.live(lambda p: jnp.sum(read(p)), PARAMS)
     assert sg.mask(PARAMS, frozen=~live)['embed']['embedding'] is False
     testing.assert_trains_only(report, True)
