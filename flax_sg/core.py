@@ -90,7 +90,7 @@ def stop_gradient(
         where: the variables to stop, any kind of filter, by paths relative to
             ``scope``.
         collections: the collections that ``where`` looks at.
-        unused: what to do if a part of ``where`` took no variable, ``'raise'`` or
+        unused: what to do if a part of ``where`` matches no variable, ``'raise'`` or
             ``'ignore'``.
 
     Returns:
