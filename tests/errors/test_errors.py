@@ -129,7 +129,7 @@ ELSEWHERE = {
     ): 'in other processes, see test_versions.py',
     (
         'internals/versions.py',
-        "unsupported([f'{place} ({error})'], who)",
+        'unsupported([fault], who)',
     ): 'as in the same file; each name in test_versions.py',
     (
         'nnx/__init__.py',
