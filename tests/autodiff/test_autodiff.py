@@ -29,7 +29,7 @@ class Net(fnn.Module):
 
 
 NET = Net()
-PARAMS = NET.init(jax.random.key(0), X)['params']
+PARAMS = jax.jit(NET.init)(jax.random.key(0), X)['params']
 
 
 def loss(params: Any, x: Any = X) -> Any:

@@ -57,7 +57,7 @@ class Net(fnn.Module):
 
 
 NET = Net()
-PARAMS = NET.init(jax.random.key(0), X)['params']
+PARAMS = jax.jit(NET.init)(jax.random.key(0), X)['params']
 PATHS = ('a/bias', 'a/kernel', 'b/bias', 'b/kernel')
 
 

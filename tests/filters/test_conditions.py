@@ -37,7 +37,7 @@ class Net(linen.Module):
         return linen.Dense(2, name='head')(x)
 
 
-PARAMS = Net().init(jax.random.key(0), X)['params']
+PARAMS = jax.jit(Net().init)(jax.random.key(0), X)['params']
 # What the glob below means.
 NAMED = oracle.below('two', 'cells')
 GLOB = '{two,cells}/**'

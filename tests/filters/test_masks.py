@@ -36,7 +36,7 @@ class Cell(linen.Module):
         return linen.tanh(linen.Dense(3, name='dense')(x)), None
 
 
-PARAMS = Net().init(jax.random.key(0), X)['params']
+PARAMS = jax.jit(Net().init)(jax.random.key(0), X)['params']
 # Some of most arrays, all of one, nothing of another.
 MASK: Any = {
     **jax.tree.map(lambda w: np.asarray(w > 0.1), PARAMS),
@@ -78,7 +78,7 @@ def around_jit(params: Any, mask: Any) -> Any:
 
 
 WAYS = {'block': in_block, 'tree': of_tree, 'around a jitted function': around_jit}
-HAND = jax.value_and_grad(by_hand)(PARAMS, FULL)
+HAND = jax.jit(jax.value_and_grad(by_hand))(PARAMS, FULL)
 
 
 @pytest.mark.every_case
