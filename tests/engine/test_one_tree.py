@@ -209,9 +209,7 @@ FORMS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
     'own block': lambda model, make: loss_of(model.clone(inside=make)),
 }
 MADE = fnn.Dense(2, parent=None)
-VARIABLES = {
-    way: jax.jit(Model(way, given=MADE).init)(jax.random.key(0), X) for way in WAYS
-}
+VARIABLES = {way: Model(way, given=MADE).init(jax.random.key(0), X) for way in WAYS}
 
 
 @functools.cache
