@@ -224,8 +224,8 @@ def train(model: DigitModel, params: Params, digits: data.Digits, steps: int) ->
 
     def step(state: Any, batch: Any) -> tuple[Any, None]:
         params, opt_state = state
-        images, labels, number = batch
-        key = jax.random.fold_in(jax.random.key(3), number)
+        images, labels, count = batch
+        key = jax.random.fold_in(jax.random.key(3), count)
 
         def total(params: Params) -> Any:
             return sum(losses(model, params, images, labels, key))

@@ -92,23 +92,23 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    found = traced(fun, args, argnums, has_aux, wrt, kwargs)
+    trace = traced(fun, args, argnums, has_aux, wrt, kwargs)
     try:
-        return _report(found)
+        return _report(trace)
     except pullback.RefusedError as error:
         cause = error.__cause__
-        raise _refused(found.program, cause) from cause
+        raise _refused(trace.program, cause) from cause
 
 
-def _report(found: Traced) -> GradientFlow:
-    program, outputs, parameters, arguments = found
-    zeros = unread = _zeros(found)
+def _report(trace: Traced) -> GradientFlow:
+    program, outputs, parameters, arguments = trace
+    zeros = unread = _zeros(trace)
     if any(zero.any() and not zero.all() for row in zeros for zero in row):
-        # What would be zero without a stop: what an output does not read.
+        # Without stops, the zeros are the elements that an output does not read.
         without = pullback.without_stops(program)
         try:
-            unread = _zeros(found._replace(program=without))
-        except pullback.RefusedError:  # By what is behind a stop.
+            unread = _zeros(trace._replace(program=without))
+        except pullback.RefusedError:  # JAX cannot differentiate what a stop hides.
             unread = None
     flat, types = Flat(program.jaxpr), program.in_avals
     doubt = functools.cache(functools.partial(unclear, flat))
@@ -144,17 +144,17 @@ def _report(found: Traced) -> GradientFlow:
     )
 
 
-def _zeros(found: Traced) -> list[list[Mask]]:
+def _zeros(trace: Traced) -> list[list[Mask]]:
     """For each output, and each parameter, the elements whose gradient is zero."""
-    slots = [slot for _, several in found.parameters for slot in several]
-    rows = pullback.zero_gradients(found.program, slots)
+    slots = [slot for _, group in trace.parameters for slot in group]
+    rows = pullback.zero_gradients(trace.program, slots)
     masks = [dict(zip(slots, row, strict=True)) for row in rows]
     return [
         [
-            functools.reduce(np.logical_and, (of[slot] for slot in several))
-            for _, several in found.parameters
+            functools.reduce(np.logical_and, (mask_of[slot] for slot in group))
+            for _, group in trace.parameters
         ]
-        for of in masks
+        for mask_of in masks
     ]
 
 
@@ -162,11 +162,13 @@ def _refused(
     program: ClosedJaxpr, error: BaseException | None
 ) -> errors.ArgumentTypeError:
     """JAX cannot differentiate an output: says where, and what would pass there."""
-    found = pullback.culprit(program, error)
-    lines = filter(None, map(jaxprs.source_of, reversed(found)))
-    what = f'{found[-1].primitive.name} at {next(lines, UNKNOWN)}' if found else 'it'
+    equations = pullback.culprit(program, error)
+    lines = filter(None, map(jaxprs.source_of, reversed(equations)))
+    problem = 'it'
+    if equations:
+        problem = f'{equations[-1].primitive.name} at {next(lines, UNKNOWN)}'
     return errors.ArgumentTypeError(
-        f'A gradient would pass through {what}, which JAX cannot differentiate.\n'
+        f'A gradient would pass through {problem}, which JAX cannot differentiate.\n'
         'If none should come back from there, apply jax.lax.stop_gradient before.\n'
         'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
     )

@@ -19,7 +19,7 @@ from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import Bodies, opened
 
 UNKNOWN = 'unknown'
-# Primitives of many operands that do not meet.
+# Primitives whose n-th output depends on the n-th operand alone.
 _EACH_FOR_ITSELF = frozenset(('device_put', 'optimization_barrier', 'psum', 'psum2'))
 
 
@@ -28,29 +28,29 @@ class Site(NamedTuple):
 
     Attributes:
         call: the equation that runs it; None for the program.
-        around: the place of that equation.
+        outer: the site of that equation.
     """
 
     call: JaxprEqn | None = None
-    around: Site | None = None
+    outer: Site | None = None
 
     def frames(self, eqn: JaxprEqn) -> Iterator[jaxprs.Frame]:
         """The lines of the user that made an equation of the body, innermost first."""
         yield from jaxprs.frames_of(eqn, self.function())
-        if self.call is not None and self.around is not None:
-            yield from self.around.frames(self.call)
+        if self.call is not None and self.outer is not None:
+            yield from self.outer.frames(self.call)
 
     def source(self, eqn: JaxprEqn) -> str:
         """The innermost of these lines, in words."""
         return next(map(jaxprs.described, self.frames(eqn)), UNKNOWN)
 
     def function(self) -> str:
-        """The innermost jitted function around the body, see ``frames_of``."""
-        if self.call is None or self.around is None:
+        """The innermost jitted function that has the body in it, see ``frames_of``."""
+        if self.call is None or self.outer is None:
             return ''
         if self.call.primitive.name in jaxprs.JITTED:
             return jaxprs.function_in(self.call)
-        return self.around.function()
+        return self.outer.function()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,9 +59,9 @@ class Step:
 
     Attributes:
         eqn: the equation.
-        place: where the body stands that it is in.
-        ins: the numbers of the values that it reads; None for constants.
-        outs: the numbers of the values that it makes.
+        place: the site of its body.
+        ins: the indices of the values that it reads; None for constants.
+        outs: the indices of the values that it makes.
         joins: how many of the first values it hands on, one of them at a time. The
             others decide which. None for an equation.
     """
@@ -85,7 +85,7 @@ class Step:
     def reaches(self) -> list[int]:
         """For each input a bit for each output that depends on it."""
         if self.name in _EACH_FOR_ITSELF:
-            return [1 << number for number in range(len(self.ins))]
+            return [1 << n for n in range(len(self.ins))]
         return [(1 << len(self.outs)) - 1] * len(self.ins)
 
 
@@ -95,8 +95,8 @@ class Flat:
     Attributes:
         avals: the type of each value.
         steps: the steps, in order, but for those that close a loop.
-        inputs: the numbers of the values that come in.
-        outputs: the numbers of those that go out; None for constants.
+        inputs: the indices of the values that come in.
+        outputs: the indices of those that go out; None for constants.
         flows: for each input of a step a bit for each output that a gradient comes back
             from.
     """
@@ -111,17 +111,17 @@ class Flat:
 
     @functools.cached_property
     def readers(self) -> list[list[tuple[Step, int]]]:
-        """For each value the steps that read it, each with the number of the input."""
-        found: list[list[tuple[Step, int]]] = [[] for _ in self.avals]
+        """For each value the steps that read it, each with the index of the input."""
+        readers: list[list[tuple[Step, int]]] = [[] for _ in self.avals]
         for step in self.steps:
-            for number, value in enumerate(step.ins):
+            for n, value in enumerate(step.ins):
                 if value is not None:
-                    found[value].append((step, number))
-        return found
+                    readers[value].append((step, n))
+        return readers
 
     @functools.cached_property
     def makers(self) -> dict[int, Step]:
-        """The equation that makes each value, where one alone does."""
+        """The equation of each value that one equation alone makes."""
         made = (step for step in self.steps if step.joins is None)
         return {value: step for step in made for value in step.outs}
 
@@ -146,9 +146,9 @@ class Flat:
             value is not None and has_tangent(self.avals[value]) for value in step.ins
         ]
 
-    def is_stopped(self, step: Step, number: int) -> bool:
+    def is_stopped(self, step: Step, index: int) -> bool:
         """Whether no gradient comes back through an input of a step."""
-        bits = self.flows(step)[number]
+        bits = self.flows(step)[index]
         return not any(bits >> n & 1 and self.live[x] for n, x in enumerate(step.outs))
 
     def _reaching(
@@ -160,22 +160,22 @@ class Flat:
             rows: which outputs of a step each of its inputs reaches.
             is_end: whether an output of this type is reached at all.
         """
-        found = [0] * len(self.avals)
-        for number, value in enumerate(self.outputs):
+        reached = [0] * len(self.avals)
+        for n, value in enumerate(self.outputs):
             if value is not None:
-                found[value] |= is_end(self.avals[value]) << number
+                reached[value] |= is_end(self.avals[value]) << n
         before: list[int] = []
-        while found != before:
+        while reached != before:
             # Without a loop, one walk finds all.
-            before = list(found) if self._has_loops else found
+            before = list(reached) if self._has_loops else reached
             for step in reversed(self.steps):
-                outs = [found[out] for out in step.outs]
+                outs = [reached[out] for out in step.outs]
                 if not any(outs):
                     continue
                 for value, bits in zip(step.ins, rows(step), strict=True):
-                    for number, out in enumerate(outs if value is not None else ()):
-                        found[value or 0] |= out * (bits >> number & 1)
-        return found
+                    for n, out in enumerate(outs if value is not None else ()):
+                        reached[value or 0] |= out * (bits >> n & 1)
+        return reached
 
     def _new(self, var: Any) -> int:
         self.avals.append(var.aval)
@@ -185,10 +185,10 @@ class Flat:
         self, jaxpr: Any, inputs: Sequence[int | None], place: Site
     ) -> list[int | None]:
         """Adds the steps of a body; returns its outputs."""
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        value_of = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(var: Any) -> int | None:
-            return None if isinstance(var, Literal) else known.get(var)
+            return None if isinstance(var, Literal) else value_of.get(var)
 
         for eqn in jaxpr.eqns:
             ins = list(map(read, eqn.invars))
@@ -196,8 +196,8 @@ class Flat:
             if outs is None:
                 outs = list(map(self._new, eqn.outvars))
                 self.steps.append(Step(eqn, place, ins, outs))
-            known.update(zip(eqn.outvars, outs, strict=True))
-            # What is written to a mutable array is read from there later.
+            value_of.update(zip(eqn.outvars, outs, strict=True))
+            # A value that is written to a mutable array is read from the array later.
             for var, value in zip(eqn.invars, ins, strict=True):
                 if value is not None and jaxprs.is_ref(var):
                     self.steps.append(Step(eqn, place, ins, [value], len(ins)))
@@ -212,15 +212,17 @@ class Flat:
             return None
         given, carry = list(ins), [self._new(eqn.invars[n]) for n in bodies.carry]
         given[bodies.carry.start : bodies.carry.stop] = carry
-        found = [
+        outs_of_bodies = [
             self._written_out(opened(body), given[bodies.first :], inside)
             for body in bodies.jaxprs
         ]
         if eqn.primitive.name == 'cond':
             outs: list[int | None] = []
-            for var, several in zip(eqn.outvars, zip(*found, strict=True), strict=True):
-                out, taken = self._new(var), [*several, ins[0]]
-                self.steps.append(Step(eqn, place, taken, [out], len(several)))
+            for var, branches in zip(
+                eqn.outvars, zip(*outs_of_bodies, strict=True), strict=True
+            ):
+                out, taken = self._new(var), [*branches, ins[0]]
+                self.steps.append(Step(eqn, place, taken, [out], len(branches)))
                 outs.append(out)
             return outs
         decide: list[int | None] = []
@@ -228,8 +230,10 @@ class Flat:
             asked = [*ins[: bodies.first], *carry]
             decide = self._written_out(opened(eqn.params['cond_jaxpr']), asked, inside)
         # A turn reads what came in, or what the turn before has made.
-        for number, value, after in zip(bodies.carry, carry, found[0], strict=False):
-            taken = [ins[number], after, *decide]
+        for index, value, after in zip(
+            bodies.carry, carry, outs_of_bodies[0], strict=False
+        ):
+            taken = [ins[index], after, *decide]
             self.steps.append(Step(eqn, place, taken, [value], 2))
             self._has_loops = True
-        return [*carry] if is_while else found[0]
+        return [*carry] if is_while else outs_of_bodies[0]

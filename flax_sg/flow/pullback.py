@@ -42,7 +42,7 @@ def zero_gradients(program: ClosedJaxpr, slots: Sequence[int]) -> list[list[Mask
 
     Args:
         program: the program.
-        slots: the numbers of the inputs that are differentiated.
+        slots: the indices of the inputs that are differentiated.
 
     Returns:
         For each output, and in it for each of the inputs. What has no derivative, such
@@ -53,42 +53,42 @@ def zero_gradients(program: ClosedJaxpr, slots: Sequence[int]) -> list[list[Mask
     """
     needed, types = _needed(program.jaxpr), program.in_avals
     wanted = [slot for slot in slots if has_tangent(types[slot])]
-    found: list[list[Mask]] = []
+    masks_of_outputs: list[list[Mask]] = []
     for output, aval in enumerate(program.out_avals):
         zeros = dict.fromkeys(slots, np.array(True))
         if wanted and has_tangent(aval):
             masks = _zeros_of(program, needed, output, wanted)
             zeros |= zip(wanted, masks, strict=True)
-        found.append(list(zeros.values()))
-    return found
+        masks_of_outputs.append(list(zeros.values()))
+    return masks_of_outputs
 
 
 def _needed(jaxpr: Any) -> list[tuple[JaxprEqn, int]]:
     """Each equation with the outputs that cannot be computed without it, as bits."""
     masks: dict[Any, int] = {}
-    for number, var in enumerate(jaxpr.outvars):
+    for n, var in enumerate(jaxpr.outvars):
         if not isinstance(var, Literal):
-            masks[var] = masks.get(var, 0) | 1 << number
-    found: list[tuple[JaxprEqn, int]] = []
+            masks[var] = masks.get(var, 0) | 1 << n
+    needed: list[tuple[JaxprEqn, int]] = []
     for eqn in reversed(jaxpr.eqns):
         mask = functools.reduce(or_, (masks.get(var, 0) for var in eqn.outvars), 0)
         if any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))):
             # JAX keeps what works on mutable arrays, and runs the rules before it.
             mask = (1 << len(jaxpr.outvars)) - 1
-        found.append((eqn, mask))
+        needed.append((eqn, mask))
         for var in eqn.invars if mask else ():
             if not isinstance(var, Literal):
                 masks[var] = masks.get(var, 0) | mask
-    return found[::-1]
+    return needed[::-1]
 
 
 def _run(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """Runs an equation; JAX remembers the derivatives of operations that are jitted."""
-    kind = tuple((name, value, type(value)) for name, value in eqn.params.items())
+    params = tuple((name, value, type(value)) for name, value in eqn.params.items())
     is_custom = eqn.primitive.name.startswith('custom_')
     if not (eqn.effects or is_custom or jaxprs.within(eqn)):
         try:
-            jitted = _jitted(eqn.primitive, kind)
+            jitted = _jitted(eqn.primitive, params)
         except TypeError:  # A parameter has no hash.
             return jaxprs.bind(eqn, operands)
         with eqn.ctx.manager:
@@ -97,11 +97,11 @@ def _run(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 @functools.lru_cache(1024)
-def _jitted(primitive: Primitive, kind: tuple[Any, ...]) -> Any:
-    params = {name: value for name, value, _ in kind}
+def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Any:
+    keywords = {name: value for name, value, _ in params}
 
     def run(*operands: Any) -> Any:
-        out = primitive.bind(*operands, **params)
+        out = primitive.bind(*operands, **keywords)
         return out if primitive.multiple_results else [out]
 
     return jax.jit(run, inline=True)
@@ -117,17 +117,17 @@ def _zeros_of(
 
     def pulled_back(inputs: list[Any], cotangent: Any) -> Any:
         def near(*wanted: Any) -> Any:
-            known = dict(zip(jaxpr.constvars, program.consts, strict=True))
-            known |= zip(jaxpr.invars, inputs, strict=True)
-            known |= zip((jaxpr.invars[slot] for slot in slots), wanted, strict=True)
+            value_of = dict(zip(jaxpr.constvars, program.consts, strict=True))
+            value_of |= zip(jaxpr.invars, inputs, strict=True)
+            value_of |= zip((jaxpr.invars[slot] for slot in slots), wanted, strict=True)
 
             def read(var: Any) -> Any:
-                return var.val if isinstance(var, Literal) else known[var]
+                return var.val if isinstance(var, Literal) else value_of[var]
 
             for eqn, outputs in needed:
                 if outputs >> output & 1:
                     outs = _run(eqn, list(map(read, eqn.invars)))
-                    known.update(zip(eqn.outvars, outs, strict=True))
+                    value_of.update(zip(eqn.outvars, outs, strict=True))
             return read(jaxpr.outvars[output])
 
         return jax.vjp(near, *(inputs[slot] for slot in slots))[1](cotangent)
@@ -186,7 +186,8 @@ class Reach:
     """
 
     def __init__(self) -> None:
-        # By all that is known of an equation; None where everything is reached.
+        # By the primitive, the parameters and the types of an equation. None if it
+        # cannot be asked alone.
         self._asked: dict[Hashable, list[int] | None] = {}
 
     def rows(self, eqn: JaxprEqn) -> list[int]:
@@ -198,7 +199,7 @@ class Reach:
         name = eqn.primitive.name
         key: Hashable = id(eqn)
         if not (name.startswith('custom_') or jaxprs.user_primitive_of(eqn)):
-            # Two of a kind have one answer, unless a user's rule is behind them.
+            # Equal equations have equal answers, unless they run a rule of the user.
             types = [
                 str(var.val if isinstance(var, Literal) else var.aval)
                 for var in eqn.invars
@@ -207,7 +208,7 @@ class Reach:
         if key not in self._asked:
             try:
                 self._asked[key] = _rows_of(eqn)
-            except Exception:  # It cannot be asked alone.
+            except Exception:  # JAX cannot differentiate it alone.
                 self._asked[key] = None
         return self._asked[key] or safe
 
@@ -225,7 +226,7 @@ def _rows_of(eqn: JaxprEqn) -> list[int]:
 
 
 def culprit(program: Any, error: BaseException | None) -> list[JaxprEqn]:
-    """The equation that JAX does not differentiate, and the calls around it.
+    """The equation that JAX does not differentiate, below the calls that run it.
 
     Args:
         program: a jaxpr; its equations are tried alone.
@@ -237,8 +238,8 @@ def culprit(program: Any, error: BaseException | None) -> list[JaxprEqn]:
     for eqn in jaxprs.opened(program).eqns:
         try:
             _rows_of(eqn)
-        except RefusedError as found:
-            if type(found.__cause__) is type(error):
+        except RefusedError as refused:
+            if type(refused.__cause__) is type(error):
                 inner = (culprit(body, error) for body in jaxprs.within(eqn))
                 return [eqn, *next(filter(None, inner), [])]
     return []

@@ -66,7 +66,7 @@ class Why:
     condition: str = ''
 
     def __str__(self) -> str:
-        said = _SAID[self.status].format(self.parameter, self.output)
+        headline = _HEADLINES[self.status].format(self.parameter, self.output)
         end = '  (leaves its block)'
         rows = [f'  {line}{end * (line == self.leaves)}' for line in self.lines]
         rows += [f'It is stopped by {self.by}.'] * bool(self.by)
@@ -77,10 +77,10 @@ class Why:
             rows += [f'It is trained by {live} of {len(self.uses)} uses:']
             verbs = 'is stopped', 'trains it'
             rows += [f'  {use.line} {verbs[use.trains]}' for use in self.uses]
-        return text.encodable('\n'.join([said, *rows]))
+        return text.encodable('\n'.join([headline, *rows]))
 
 
-_SAID = {
+_HEADLINES = {
     FLOWS: 'A gradient flows to {!r} from {!r}:',
     PARTLY: 'A gradient flows to a part of {!r} from {!r}:',
     STOPPED: 'No gradient flows to {!r} from {!r}:',
@@ -168,11 +168,12 @@ class GradientFlow(Shown):
         """
         n, k = self._number(parameter), index('output', output, self.outputs)
         status = self.status[k][n]
-        found = self.explain(n, k) if status != UNUSED else Way()
-        # What is stopped may leave its block, and what flows may pass by a stop.
-        found = found._replace(**{'leaves' if status == STOPPED else 'by': ''})
+        way = self.explain(n, k) if status != UNUSED else Way()
+        # A way says both. A stopped parameter has no line to leave its block, and one
+        # that flows may pass a stop that is not named.
+        way = way._replace(**{'leaves' if status == STOPPED else 'by': ''})
         condition = self.conditions[k][n] if self.conditions else ''
-        return Why(output, parameter, status, *found, condition=condition)
+        return Why(output, parameter, status, *way, condition=condition)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -187,8 +188,8 @@ class GradientFlow(Shown):
             places = [path.place for path in self.parameters]
             if parameter.place in places:
                 return places.index(parameter.place)
-        of = self._labels if parameter in self._labels else self.names
-        return index('parameter', parameter, of)
+        names = self._labels if parameter in self._labels else self.names
+        return index('parameter', parameter, names)
 
     @functools.cached_property
     def _labels(self) -> tuple[str, ...]:
@@ -203,8 +204,8 @@ class GradientFlow(Shown):
     @functools.cached_property
     def _arguments(self) -> tuple[dict[str, str], int]:
         """The names of arguments by their numbers, and where in a row these stand."""
-        several = len({path.collection for path in self.parameters}) > 1
-        return {str(n): name for n, name in self.arguments}, int(several)
+        is_qualified = len({path.collection for path in self.parameters}) > 1
+        return {str(n): name for n, name in self.arguments}, int(is_qualified)
 
     def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
         """How many elements of a parameter some outputs train, see ``trained``."""
@@ -225,15 +226,15 @@ class GradientFlow(Shown):
             number: the number of the parameter.
             outputs: the numbers of the outputs. By default all of them together.
         """
-        found: bool | filters.Part = False
+        trained: bool | filters.Part = False
         for output in range(len(self.outputs)) if outputs is None else outputs:
             status = self.status[output][number]
             if status == PARTLY:
                 part = self.parts[output][number]
-                found = part | found if part else True
+                trained = part | trained if part else True
             elif status == FLOWS:
                 return True
-        return found
+        return trained
 
     def by_module(self, depth: int | None = None) -> dict[str, tuple[str, ...]]:
         """The status of each module for each output, by the module's path.
@@ -248,9 +249,9 @@ class GradientFlow(Shown):
         """
         return {
             '/'.join(module): tuple(
-                together(row[n] for n in numbers) for row in self.status
+                together(row[n] for n in indices) for row in self.status
             )
-            for module, numbers in grouped(self.parameters, depth).items()
+            for module, indices in grouped(self.parameters, depth).items()
         }
 
     def differs(
@@ -263,17 +264,17 @@ class GradientFlow(Shown):
             wanted: what the outputs should train of it.
             outputs: the numbers of the outputs, which count together.
         """
-        found = self.trained(number, outputs)
-        most, want = self._mask(number, found), self._mask(number, wanted)
-        unclear = isinstance(found, filters.Part) and found.is_unclear
+        trained = self.trained(number, outputs)
+        most, want = self._mask(number, trained), self._mask(number, wanted)
+        unclear = isinstance(trained, filters.Part) and trained.is_unclear
         least = most & (not unclear)
         return bool((want & ~least).any()), bool((most & ~want).any())
 
-    def _mask(self, number: int, said: bool | filters.Part) -> Any:
+    def _mask(self, number: int, trained: bool | filters.Part) -> Any:
         """The elements of a parameter that are meant."""
-        if not isinstance(said, filters.Part):
-            return np.array(said)
-        return said.mask(self.shapes[number].shape, self.parameters[number])
+        if not isinstance(trained, filters.Part):
+            return np.array(trained)
+        return trained.mask(self.shapes[number].shape, self.parameters[number])
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
@@ -306,16 +307,18 @@ class GradientFlow(Shown):
         shown = text.repeated(names, list(zip(self.status, parts, strict=True)))
         columns = [(name, same[0]) for (name,), same in shown]
         if depth is None:
-            found = alike(self.parameters, [*zip(*self.status, strict=True)])
+            statuses = alike(self.parameters, [*zip(*self.status, strict=True)])
         else:
-            of = self.by_module(depth).items()
-            found = {tuple(filter(None, name.split('/'))): row for name, row in of}
-        found = {self._shown(names): row for names, row in found.items()}
+            modules = self.by_module(depth).items()
+            statuses = {
+                tuple(filter(None, name.split('/'))): row for name, row in modules
+            }
+        statuses = {self._shown(names): row for names, row in statuses.items()}
         return Matrix(
             tuple(name for name, _ in columns),
             tuple(
                 Row(name, tuple(status[number] for _, number in columns))
-                for name, status in repeated(found)
+                for name, status in repeated(statuses)
             ),
             WORDS,
             totals=self._totals(columns),
@@ -364,7 +367,7 @@ class GradientFlow(Shown):
 
 def together(statuses: Iterable[str]) -> str:
     """The status of several parameters together."""
-    found = set(statuses)
-    if found & {FLOWS, PARTLY}:
-        return FLOWS if found == {FLOWS} else PARTLY
-    return STOPPED if STOPPED in found else UNUSED
+    distinct = set(statuses)
+    if distinct & {FLOWS, PARTLY}:
+        return FLOWS if distinct == {FLOWS} else PARTLY
+    return STOPPED if STOPPED in distinct else UNUSED

@@ -17,8 +17,8 @@ NO_MODULE = '(no module)'
 
 def qualified(paths: Sequence[Path]) -> list[tuple[str, ...]]:
     """The names in each path, below the collection if there are several."""
-    several = len({path.collection for path in paths}) > 1
-    return [(path.collection,) * several + path.parts for path in paths]
+    is_qualified = len({path.collection for path in paths}) > 1
+    return [(path.collection,) * is_qualified + path.parts for path in paths]
 
 
 def unique(paths: Sequence[Path]) -> list[str]:
@@ -31,11 +31,11 @@ def joined(names: Sequence[tuple[str, ...]]) -> list[str]:
     plain = list(map('/'.join, names))
     if len({*plain}) == len({*names}):
         return plain
-    return [''.join(f'[{name!r}]' for name in several) for several in names]
+    return [''.join(f'[{name!r}]' for name in each) for each in names]
 
 
-def index(kind: str, name: str, names: Sequence[str]) -> int:
-    """The number of an output or a parameter.
+def index(role: str, name: str, names: Sequence[str]) -> int:
+    """The index of an output or a parameter.
 
     Raises:
         UnknownNameError: if the report has none of this name.
@@ -44,13 +44,13 @@ def index(kind: str, name: str, names: Sequence[str]) -> int:
         return names.index(name)
     near = difflib.get_close_matches(name, names, 3, cutoff=0.0)
     meant = f'Did you mean {" or ".join(map(repr, near))}?' if near else 'It has none.'
-    raise errors.UnknownNameError(f'The report has no {kind} {name!r}. {meant}')
+    raise errors.UnknownNameError(f'The report has no {role} {name!r}. {meant}')
 
 
 def grouped(
     paths: Sequence[Path], depth: int | None
 ) -> dict[tuple[str, ...], list[int]]:
-    """The numbers of the parameters in each module, in natural order.
+    """The indices of the parameters in each module, in natural order.
 
     Args:
         paths: the paths of the parameters.
@@ -76,11 +76,11 @@ def alike(
         depth: as for ``grouped``.
     """
     names, rows = qualified(paths), dict[tuple[str, ...], T]()
-    for module, numbers in grouped(paths, depth).items():
-        found = {contents[n] for n in numbers}
-        is_one = paths[numbers[0]].parts[:-1][:depth] and len(numbers) > 1
-        for n in numbers:
-            rows[module if is_one and len(found) == 1 else names[n]] = contents[n]
+    for module, indices in grouped(paths, depth).items():
+        distinct = {contents[n] for n in indices}
+        is_one = paths[indices[0]].parts[:-1][:depth] and len(indices) > 1
+        for n in indices:
+            rows[module if is_one and len(distinct) == 1 else names[n]] = contents[n]
     return rows
 
 
@@ -91,10 +91,10 @@ def repeated(rows: dict[tuple[str, ...], T]) -> list[tuple[str, T]]:
     of their own, the row is a module's own parameters: its name ends in ``/*``.
     """
     keys, contents = [*rows], [*rows.values()]
-    around = {names[:n] for names in keys for n in range(1, len(names))}
+    outer = {names[:n] for names in keys for n in range(1, len(names))}
     return [
         (
-            '/'.join(names) + '/*' * (keys[same[0]] in around) or NO_MODULE,
+            '/'.join(names) + '/*' * (keys[same[0]] in outer) or NO_MODULE,
             contents[same[0]],
         )
         for names, same in text.repeated(keys, contents)

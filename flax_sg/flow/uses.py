@@ -96,18 +96,18 @@ def uses(flat: Flat, slots: Iterable[int], output: int) -> tuple[Use, ...]:
         output: the number of the output.
     """
 
-    def is_stopped(step: Step, number: int) -> bool:
+    def is_stopped(step: Step, index: int) -> bool:
         live = [n for n, x in enumerate(step.outs) if flat.live[x] >> output & 1]
-        return not any(flat.flows(step)[number] >> n & 1 for n in live)
+        return not any(flat.flows(step)[index] >> n & 1 for n in live)
 
     order = {step: n for n, step in enumerate(flat.steps)}
     inputs = [flat.inputs[slot] for slot in slots]
-    found = [
+    ordered = [
         (order[step], Use(step.source, not stopped))
         for step, stopped, _ in _uses(flat, inputs, is_stopped)
         if step and any(_is_met(flat, x, output) for x in step.outs)
     ]
-    return tuple(use for _, use in sorted(found))
+    return tuple(use for _, use in sorted(ordered))
 
 
 def _is_met(flat: Flat, value: int, output: int) -> bool:
@@ -115,10 +115,10 @@ def _is_met(flat: Flat, value: int, output: int) -> bool:
     return bool(flat.read[value] >> output & 1) and has_tangent(flat.avals[value])
 
 
-class _Taken(NamedTuple):
+class _Input(NamedTuple):
     """An input of a step: the parameter, or a part of it; whether it is stopped."""
 
-    number: int
+    position: int
     stopped: bool
     is_part: bool
 
@@ -141,41 +141,41 @@ def _uses(
         and whether the step chooses between the parameter and itself, of which one is
         stopped and the other is not. If nobody knows, it may.
     """
-    found: dict[Step, list[_Taken]] = {}
+    inputs_of: dict[Step, list[_Input]] = {}
     # A value; whether it is stopped; whether it is a part of the parameter alone.
     waiting = [(value, False, False) for value in inputs]
     seen: set[tuple[int, bool, bool]] = set()
     while waiting:
-        value, stopped, is_part = there = waiting.pop()
-        if there in seen:
+        value, stopped, is_part = state = waiting.pop()
+        if state in seen:
             continue
-        seen.add(there)
+        seen.add(state)
         if value in flat.outputs and not is_part:
             yield None, stopped, False
-        for step, number in flat.readers[value]:
-            is_branch = step.name == 'cond' and number < (step.joins or 0)
+        for step, index in flat.readers[value]:
+            is_branch = step.name == 'cond' and index < (step.joins or 0)
             # ``vmap`` runs all branches of a ``cond``, each with its inputs stopped for
             # the examples that do not take it, and chooses among the results.
             splits = step.name in ('stop_gradient', 'select_n')
             if splits and jaxprs.is_of_cond(step.eqn):
-                if not number:
+                if not index:
                     continue
                 is_branch = True
-            ends = stopped or bool(is_stopped and is_stopped(step, number))
+            ends = stopped or bool(is_stopped and is_stopped(step, index))
             if is_branch:
                 waiting.append((step.outs[0], stopped, is_part))
             elif step.name in _SAME_VALUE:
-                waiting.append((step.outs[number], ends, is_part))
+                waiting.append((step.outs[index], ends, is_part))
             else:
-                found.setdefault(step, []).append(_Taken(number, ends, is_part))
-                if step.name in _PARTS and not number:
+                inputs_of.setdefault(step, []).append(_Input(index, ends, is_part))
+                if step.name in _PARTS and not index:
                     waiting += [(out, ends, True) for out in step.outs]
-    for step, several in found.items():
-        for taken in several:
-            others = [other for other in several if other is not taken]
+    for step, together in inputs_of.items():
+        for taken in together:
+            others = [other for other in together if other is not taken]
             if step.name == 'select_n':
                 others = [other for other in others if not other.is_part]
-            elif step.name not in _OVERWRITE or taken.number:
+            elif step.name not in _OVERWRITE or taken.position:
                 # Zeros in some rows are no choice: no part of the parameter is there.
                 others = []
             if is_stopped:

@@ -81,8 +81,8 @@ def way(flat: Flat, slots: Iterable[int], output: int) -> Way:
         if is_live(value):
             rows, reaches = flat.flows, flat.live
         cuts = not is_live(value) and has_tangent(flat.avals[value])
-        for step, number in flat.readers[value]:
-            bits, last = rows(step)[number], walked
+        for step, index in flat.readers[value]:
+            bits, last = rows(step)[index], walked
             # What hands a value on between two bodies is no line of its own.
             if not Bodies.of(step.eqn).jaxprs:
                 last = _Walked(step, cuts, walked)
@@ -92,10 +92,10 @@ def way(flat: Flat, slots: Iterable[int], output: int) -> Way:
     return Way()
 
 
-def _said(stop: Step) -> str:
+def _described_stop(stop: Step) -> str:
     """A step that stops a gradient, or the block that made it, in words."""
-    _, block, said = jaxprs.name_stack_of(stop.eqn).rpartition(jaxprs.BLOCK)
-    return said if block else f'{jaxprs.operation(stop.eqn)} at {stop.source}'
+    _, block, text = jaxprs.name_stack_of(stop.eqn).rpartition(jaxprs.BLOCK)
+    return text if block else f'{jaxprs.operation(stop.eqn)} at {stop.source}'
 
 
 def _described(last: _Walked | None) -> Way:
@@ -115,7 +115,7 @@ def _described(last: _Walked | None) -> Way:
             own = (f for f in frames if '-packages' not in f.file)
             leaves = next(map(jaxprs.described, own), step.source)
             lines[leaves] = None
-        by = _said(step) if cuts else by
+        by = _described_stop(step) if cuts else by
     return Way(tuple(line for line in lines if line != UNKNOWN), by, leaves)
 
 
@@ -129,8 +129,8 @@ def _is_in(frame: jaxprs.Frame, block: _Block) -> bool:
 
 def _block_of(frame: jaxprs.Frame) -> _Block | None:
     """The innermost ``with`` statement around a line of a function."""
-    around = [lines for lines in _withs(frame.file) if frame.line in lines]
-    return (frame.file, frame.function, min(around, key=len)) if around else None
+    enclosing = [lines for lines in _withs(frame.file) if frame.line in lines]
+    return (frame.file, frame.function, min(enclosing, key=len)) if enclosing else None
 
 
 @functools.lru_cache(64)

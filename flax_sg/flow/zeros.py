@@ -24,7 +24,7 @@ from flax_sg.internals.jaxprs import Bodies
 # all elements are alike.
 Mask: TypeAlias = NDArray[np.bool_]
 
-# Turns of a loop after which no more is learnt of what it carries.
+# Turns of a loop after which its carry counts as unknown: most settle in a few.
 _MOST_TURNS = 16
 
 
@@ -124,7 +124,8 @@ class Zeros:
     """Follows zeros through programs; remembers what it has seen."""
 
     def __init__(self) -> None:
-        # By id, with the object, and by what is known of the inputs.
+        # By the id of the jaxpr and what is known of its inputs. The jaxpr is kept, so
+        # that no other one gets its id.
         self._seen: dict[Hashable, tuple[Any, list[Value]]] = {}
 
     def of(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
@@ -134,7 +135,7 @@ class Zeros:
             jaxpr: a jaxpr, open or closed.
             inputs: what is known of its inputs.
         """
-        key = id(jaxpr), tuple(one.key for one in inputs)
+        key = id(jaxpr), tuple(value.key for value in inputs)
         if key not in self._seen:
             self._seen[key] = jaxpr, self._walk(jaxpr, inputs)
         return self._seen[key][1]
@@ -143,18 +144,18 @@ class Zeros:
         opened, consts = jaxprs.opened(jaxpr), getattr(jaxpr, 'consts', ())
         constants = zip(opened.constvars, map(Value.of_constant, consts), strict=False)
         given = (*zip(opened.invars, inputs, strict=True), *constants)
-        known = {var: one.of_variable(var) for var, one in given}
+        values_of = {var: value.of_variable(var) for var, value in given}
 
         def read(var: Any) -> Value:
             if isinstance(var, Literal):
                 return Value.of_constant(var.val)
-            return known.get(var) or nothing(_rank(var))
+            return values_of.get(var) or nothing(_rank(var))
 
         for eqn in opened.eqns:
             ins = [read(var) for var in eqn.invars]
             for var, out in zip(eqn.outvars, self._through(eqn, ins), strict=True):
                 if any(mask.any() for mask in out):
-                    known[var] = out.of_variable(var)
+                    values_of[var] = out.of_variable(var)
         return [read(var) for var in opened.outvars]
 
     def _through(self, eqn: Any, ins: Sequence[Value]) -> Sequence[Value]:
@@ -169,7 +170,7 @@ class Zeros:
             return self._loop(Bodies.of(eqn), ins)
         if name == 'cond':
             outs = (self.of(branch, ins[1:]) for branch in eqn.params['branches'])
-            return [Value(_all(several)) for several in zip(*outs, strict=True)]
+            return [Value(_all(values)) for values in zip(*outs, strict=True)]
         if name in _IN_PLACE:
             return ins
         if name in _MEET:
@@ -180,7 +181,7 @@ class Zeros:
             return [Value(mask) for mask in _split(ins[0].zero, eqn)]
         if name == 'not':
             return [Value(ins[0].nonzero, ins[0].zero)]
-        zeros, count = [one.zero.all() for one in ins], len(eqn.outvars)
+        zeros, count = [value.zero.all() for value in ins], len(eqn.outvars)
         outs = [np.array(False)] * count
         if name in _EACH:
             outs = [*zeros, *outs][:count]
@@ -198,14 +199,14 @@ class Zeros:
         carry: Sequence[Value],
     ) -> list[Value]:
         """What is known of the carry of a loop, after any number of turns."""
-        now = [Value(one.zero) for one in carry]
-        for number in range(len(now) + 1):
+        now = [Value(value.zero) for value in carry]
+        for turns in range(len(now) + 1):
             pairs = zip(now, turn(now), strict=True)
             after = [Value(_all(pair)) for pair in pairs]
-            if [one.key for one in now] == [one.key for one in after]:
+            if [value.key for value in now] == [value.key for value in after]:
                 break
-            if number >= _MOST_TURNS:
-                after = [nothing(one.zero.ndim) for one in now]
+            if turns >= _MOST_TURNS:
+                after = [nothing(value.zero.ndim) for value in now]
             now = after
         return now
 
@@ -228,17 +229,17 @@ def _rank(var: Any) -> int:
     return len(getattr(var.aval, 'shape', ()))
 
 
-def _all(several: Sequence[Value]) -> Mask:
+def _all(values: Sequence[Value]) -> Mask:
     """What is zero in each of several values."""
-    return functools.reduce(np.logical_and, (one.zero for one in several))
+    return functools.reduce(np.logical_and, (value.zero for value in values))
 
 
-def _any(several: Sequence[Value]) -> Mask:
+def _any(values: Sequence[Value]) -> Mask:
     """What is zero in one of several values."""
-    return functools.reduce(np.logical_or, (one.zero for one in several))
+    return functools.reduce(np.logical_or, (value.zero for value in values))
 
 
-# What becomes of a mask.
+# How primitives that move elements change a mask.
 
 
 def _spread(mask: Mask, eqn: Any) -> Mask:
@@ -291,13 +292,13 @@ def _reduced(eqn: Any, ins: Sequence[Value]) -> Mask:
 
 
 def _reduced_some(eqn: Any, ins: Sequence[Value]) -> Mask:
-    # The product of nothing is one, its maximum is the least number.
+    # The product of an empty array is one, and its maximum the least number.
     return _reduced(eqn, ins) & (0 not in eqn.invars[0].aval.shape)
 
 
 def _gathered(eqn: Any, ins: Sequence[Value]) -> Mask:
-    # What is out of bounds is the fill value: by default the least integer, or NaN,
-    # which nobody trains by.
+    # Elements out of bounds are the fill value: by default the least integer, or NaN.
+    # NaN counts as zero here: nobody trains by it.
     fill, dtype = eqn.params['fill_value'], eqn.outvars[0].aval.dtype
     if eqn.params['mode'] is not jax.lax.GatherScatterMode.FILL_OR_DROP:
         fill = 0
@@ -306,9 +307,9 @@ def _gathered(eqn: Any, ins: Sequence[Value]) -> Mask:
 
 
 def _joined(eqn: Any, ins: Sequence[Value]) -> Mask:
-    axis, masks = eqn.params['dimension'], [one.zero for one in ins]
+    axis, masks = eqn.params['dimension'], [value.zero for value in ins]
     if all(mask.all() for mask in masks) or not any(mask.any() for mask in masks):
-        return _all(ins)  # It stays small.
+        return _all(ins)  # The mask stays small.
     sizes = np.max([mask.shape for mask in masks], 0)
     shapes = (
         (*sizes[:axis], var.aval.shape[axis], *sizes[axis + 1 :]) for var in eqn.invars
@@ -317,20 +318,20 @@ def _joined(eqn: Any, ins: Sequence[Value]) -> Mask:
 
 
 def _select(eqn: Any, ins: Sequence[Value]) -> Mask:
-    which, *cases = ins
+    chooser, *cases = ins
     if len(cases) != 2:
         return _all(cases)
     first, second = (case.zero for case in cases)
-    return (which.nonzero | first) & (which.zero | second)
+    return (chooser.nonzero | first) & (chooser.zero | second)
 
 
 def _padded(eqn: Any, ins: Sequence[Value]) -> Mask:
-    one, value = ins
+    operand, fill = ins
     config, shape = eqn.params['padding_config'], eqn.invars[0].aval.shape
-    if not value.zero.all():
-        return value.zero & one.zero.all()
+    if not fill.zero.all():
+        return fill.zero & operand.zero.all()
     # Axes that are not padded stay small.
-    rows = zip(shape, one.zero.shape, config, strict=True)
+    rows = zip(shape, operand.zero.shape, config, strict=True)
     sizes = [size if max(padding) > 0 else other for size, other, padding in rows]
     # First the elements are spread and padded, then cut where a padding is negative.
     spread = [
@@ -339,7 +340,7 @@ def _padded(eqn: Any, ins: Sequence[Value]) -> Mask:
     rows = [*zip(spread, config, strict=True)]
     out = np.ones([n + max(low, 0) + max(high, 0) for n, (low, high, _) in rows], bool)
     inner = [slice(at := max(low, 0), at + n, gap + 1) for n, (low, _, gap) in rows]
-    out[tuple(inner)] = one.zero
+    out[tuple(inner)] = operand.zero
     rows = zip(out.shape, config, strict=True)
     return _cut(
         out, [slice(max(-low, 0), n + min(high, 0)) for n, (low, high, _) in rows]

@@ -62,9 +62,9 @@ def _table(columns: Sequence[Sequence[str]], right: Sequence[str]) -> str:
 
 def width(text: str) -> int:
     """The number of columns of a terminal that a text takes."""
-    kinds = map(unicodedata.east_asian_width, text)
+    widths = map(unicodedata.east_asian_width, text)
     marks = sum(map(bool, map(unicodedata.combining, text)))
-    return len(text) + sum(kind in 'WF' for kind in kinds) - marks
+    return len(text) + sum(x in 'WF' for x in widths) - marks
 
 
 def printable(name: str) -> str:
@@ -137,12 +137,12 @@ def repeated(
     return [(_as_globs(row, paths[row.members[0]]), row.members) for row in rows]
 
 
-def _as_globs(row: _Rows, one: tuple[str, ...]) -> tuple[str, ...]:
+def _as_globs(row: _Rows, first: tuple[str, ...]) -> tuple[str, ...]:
     """The names of a row; in one of several rows each is a glob."""
     if len(row.members) == 1:
         return row.names
-    pairs = zip(row.names, one, strict=True)
-    return tuple(_literal(name) if name == its else name for name, its in pairs)
+    pairs = zip(row.names, first, strict=True)
+    return tuple(_literal(name) if name == own else name for name, own in pairs)
 
 
 def _literal(name: str) -> str:
@@ -171,17 +171,17 @@ def _joined(rows: list[_Rows], level: int) -> list[_Rows]:
     return out
 
 
-def _follows(one: list[_Rows], other: list[_Rows], level: int) -> bool:
+def _follows(before: list[_Rows], after: list[_Rows], level: int) -> bool:
     """Whether two subtrees are equal, and have consecutive numbers at a level."""
 
     def below(subtree: list[_Rows]) -> list[object]:
         return [(row.names[level + 1 :], row.content) for row in subtree]
 
-    first, second = one[0].names, other[0].names
+    first, second = before[0].names, after[0].names
     if len(first) <= level or len(second) <= level or first[:level] != second[:level]:
         return False
     left, right = _numbered(first[level]), _numbered(second[level])
-    if not left[1] or not right[1] or below(one) != below(other):
+    if not left[1] or not right[1] or below(before) != below(after):
         return False
     return right == (left[0], str(int(left[1]) + 1).zfill(len(left[1])), left[2])
 
@@ -197,7 +197,7 @@ def _glob(first: str, last: str) -> str:
     stem, low, end = _numbered(first)
     _, high, _ = _numbered(last)
     if low[:-1] == high[:-1]:
-        numbers = f'{low[:-1]}[{low[-1]}-{high[-1]}]'
+        digits = f'{low[:-1]}[{low[-1]}-{high[-1]}]'
     else:
-        numbers = f'{{{low}..{high}}}'
-    return f'{_literal(stem)}{numbers}{_literal(end)}'
+        digits = f'{{{low}..{high}}}'
+    return f'{_literal(stem)}{digits}{_literal(end)}'

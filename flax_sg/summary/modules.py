@@ -95,7 +95,7 @@ def tabulate(
         with inputs_explained('tabulate', model, args, kwargs):
             tree, classes = variables_of(model, rngs, args, options)
         options |= {'rngs': rngs, 'mutable': mutable}
-    found: list[Counted] = []
+    parameters: list[Counted] = []
     if leaves_of(tree).values:
         with inputs_explained('tabulate', model, args, kwargs):
             report = gradient_flow(run, tree, *args, **options)
@@ -103,9 +103,9 @@ def tabulate(
             zip(report.parameters, report.shapes, strict=True)
         ):
             count = report.count(n)
-            found.append((path, shape.dtype, (count, shape.size - count)))
-    found = [one for one in found if one[0].collection == 'params']
-    table = ModuleTable.of(_rows(classes, found), found, depth)
+            parameters.append((path, shape.dtype, (count, shape.size - count)))
+    parameters = [x for x in parameters if x[0].collection == 'params']
+    table = ModuleTable.of(_rows(classes, parameters), parameters, depth)
     if not is_graph or has_method:
         return table
     # A view of the model is a model: nothing tells what is stopped in it.
@@ -154,7 +154,7 @@ class ModuleTable(str):
 
     @classmethod
     def of(
-        cls, rows: Sequence[ModuleRow], found: Sequence[Counted], depth: Any
+        cls, rows: Sequence[ModuleRow], parameters: Sequence[Counted], depth: Any
     ) -> ModuleTable:
         """The table of some modules, as deep as ``tabulate`` says."""
         deepest = max(len(row.names) for row in rows)
@@ -165,7 +165,7 @@ class ModuleTable(str):
         if depth is not None and depth < deepest:
             lines.append(f'Shown to depth={depth}; depth=None shows all modules.')
         trained, frozen = (
-            text.amount([(counts[n], dtype) for _, dtype, counts in found])
+            text.amount([(counts[n], dtype) for _, dtype, counts in parameters])
             for n in (0, 1)
         )
         table = cls('\n'.join([*lines, f'Trainable: {trained}   Frozen: {frozen}']))
@@ -188,16 +188,16 @@ class ModuleTable(str):
 
 
 def _rows(
-    classes: Mapping[tuple[str, ...], str], found: Iterable[Counted]
+    classes: Mapping[tuple[str, ...], str], parameters: Iterable[Counted]
 ) -> list[ModuleRow]:
     """A row for the model, and for each submodule with parameters.
 
     Submodules follow their module, in the order of the first calls.
     """
     prefixes = (names[:n] for names in classes for n in range(len(names) + 1))
-    order = {names: number for number, names in enumerate(dict.fromkeys(prefixes))}
+    order = {names: position for position, names in enumerate(dict.fromkeys(prefixes))}
     inside: dict[tuple[str, ...], list[Counts]] = {(): [(0, 0)]}
-    for path, _, counts in found:
+    for path, _, counts in parameters:
         for names in (path.parts[:n] for n in range(len(path.parts))):
             if not names or names in order:
                 inside.setdefault(names, []).append(counts)
@@ -220,8 +220,8 @@ def _joined(rows: Sequence[ModuleRow], depth: int) -> list[ModuleRow]:
     ]
 
 
-def _total(several: Iterable[Counts]) -> Counts:
-    trained, frozen = map(sum, zip(*several, strict=True))
+def _total(counts: Iterable[Counts]) -> Counts:
+    trained, frozen = map(sum, zip(*counts, strict=True))
     return trained, frozen
 
 

@@ -86,12 +86,12 @@ def _explanation(
     error: Exception,
 ) -> tuple[str, str] | None:
     """What was given in the place of inputs, and what to write; None if nothing was."""
-    where = next(filter(_is_filter, args), kwargs.get('where'))
-    if where is not None:
+    filter_ = next(filter(_is_filter, args), kwargs.get('where'))
+    if filter_ is not None:
         inputs = 'model, x' if isinstance(model, linen.Module) else 'model'
-        written = repr(where) if isinstance(where, str) else 'where'
+        written = repr(filter_) if isinstance(filter_, str) else 'where'
         return (
-            f'{where!r} as an input',
+            f'{filter_!r} as an input',
             'A filter is no input: sg.paths shows what it names.\n'
             f'Write sg.paths({inputs}, where={written}).',
         )
@@ -136,4 +136,4 @@ def classes_of(model: Any) -> dict[tuple[str, ...], str]:
     from flax import nnx  # Models of linen do not wait for it.
 
     modules = nnx.iter_modules(model)
-    return {tuple(map(str, names)): type(one).__name__ for names, one in modules}
+    return {tuple(map(str, names)): type(module).__name__ for names, module in modules}

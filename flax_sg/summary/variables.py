@@ -50,22 +50,22 @@ class Paths(tuple[Variable, ...]):
 
     def __repr__(self) -> str:
         rows = text.repeated(
-            [(one.path.collection, *one.path.parts) for one in self],
-            [(one.module, one.shape, str(one.selected), one.kind) for one in self],
+            [(x.path.collection, *x.path.parts) for x in self],
+            [(x.module, x.shape, str(x.selected), x.kind) for x in self],
         )
-        last = 'kind' if any(one.kind for one in self) else 'collection'
+        last = 'kind' if any(x.kind for x in self) else 'collection'
         head = ['selected', 'path', 'module', 'shape', last]
         cells: list[list[str]] = []
         for (collection, *names), same in rows:
-            one = self[same[0]]
+            x = self[same[0]]
             path = '/'.join(names)
-            group = one.kind or collection
-            cells.append([_word(one.selected), path, one.module, one.shape, group])
-        if all(one.selected is None for one in self):
+            group = x.kind or collection
+            cells.append([_word(x.selected), path, x.module, x.shape, group])
+        if all(x.selected is None for x in self):
             return text.table(head[1:], [row[1:] for row in cells])
-        count = sum(bool(one.selected) for one in self)
+        count = sum(bool(x.selected) for x in self)
         lines = [f'The filter selects {count} of {len(self)} variables.']
-        others = dict.fromkeys(one.kind for one in self if not one.is_parameter)
+        others = dict.fromkeys(x.kind for x in self if not x.is_parameter)
         if others:
             lines.append(f'Views take parameters, and by kind=: {", ".join(others)}.')
         return '\n'.join([text.table(head, cells), '', *lines])
@@ -133,33 +133,33 @@ def paths(
     selected = [None] * len(rows.paths)
     if not isinstance(where, Absent):
         [selected] = leaves.selected([rows.paths], filters.as_filter(where))
-    kinds, is_state = [''] * len(selected), [False] * len(selected)
+    types, is_state = [''] * len(selected), [False] * len(selected)
     if is_nnx_model(model):
-        kinds = [cls.__name__ if cls else 'array' for cls in variable_types(rows.tree)]
+        types = [cls.__name__ if cls else 'array' for cls in variable_types(rows.tree)]
         is_state = states(rows.tree)
-    columns = zip(rows, selected, kinds, is_state, strict=True)
+    columns = zip(rows, selected, types, is_state, strict=True)
     out = [
         Variable(
             path,
             _class_of(path, classes),
             shown(leaf),
             False if answer and of_state else answer,
-            kind,
+            type_,
             not of_state,
         )
-        for (path, leaf), answer, kind, of_state in columns
+        for (path, leaf), answer, type_, of_state in columns
     ]
     return Paths(sorted(out, key=_order))
 
 
-def _order(one: Variable) -> Any:
+def _order(variable: Variable) -> Any:
     """Parameters come first; each collection stays together, in natural order."""
-    collection = one.path.collection
-    return collection != 'params', collection, natural_key(one.path)
+    collection = variable.path.collection
+    return collection != 'params', collection, natural_key(variable.path)
 
 
 def _class_of(path: Path, classes: Any) -> str:
-    """The class of the innermost module around a variable."""
+    """The class of the innermost module that has a variable in it."""
     if not classes:
         return ''
     prefixes = (path.parts[:n] for n in reversed(range(len(path.parts))))

@@ -158,19 +158,19 @@ def _check(
         only: whether all others should not.
     """
     filter_ = filters.as_filter(where)
-    [said] = leaves.selected([report.parameters], filter_)
+    [decisions] = leaves.selected([report.parameters], filter_)
     # Leaves without a gradient may be anything.
     judged = [n for n, x in enumerate(report.shapes) if leaves.is_differentiable(x)]
-    taken = [n for n, takes in enumerate(said) if takes]
-    if trained and taken and not {*taken} & {*judged}:
-        shapes = {report.parameters[n]: report.shapes[n] for n in taken}
+    meant = [n for n, decision in enumerate(decisions) if decision]
+    if trained and meant and not {*meant} & {*judged}:
+        shapes = {report.parameters[n]: report.shapes[n] for n in meant}
         raise not_differentiable(filter_, shapes)
     lines: list[str] = []
     for name, outputs in _outputs(report, output):
         lacks: list[int] = []
         has: list[int] = []
         for n in judged:
-            wanted = said[n] if trained else filters.negated(said[n])
+            wanted = decisions[n] if trained else filters.negated(decisions[n])
             less, more = report.differs(n, wanted, outputs)
             lacks += [n] * (less and trained)
             has += [n] * (more and (only or not trained))
@@ -179,19 +179,19 @@ def _check(
                 names = listed([report.names[n] for n in some])
                 lines += [f'{name} {verb} {names}.', *_why(report, some[0], outputs)]
     if lines:
-        what = 'a gradient' if trained else 'no gradient'
+        gradient = 'a gradient' if trained else 'no gradient'
         rest = ' and to nothing else' * only
-        lines = [f'Expected {what} to {named(where)}{rest}.', *lines]
+        lines = [f'Expected {gradient} to {named(where)}{rest}.', *lines]
         raise errors.ExpectationError('\n'.join(lines))
 
 
 def _why(report: flow.GradientFlow, n: int, outputs: Sequence[int]) -> list[str]:
     """Where a parameter is used, and what stops it or where it leaves its block."""
-    name, found = report.names[n], report.trained(n, outputs)
-    if isinstance(found, filters.Part):
-        return [f'{name} is trained in part: {found.elements!r}.']
+    name, trained = report.names[n], report.trained(n, outputs)
+    if isinstance(trained, filters.Part):
+        return [f'{name} is trained in part: {trained.elements!r}.']
     # What stops it for one output need not stop it for another.
-    order = (FLOWS, PARTLY, STOPPED, UNUSED) if found else (STOPPED, UNUSED)
+    order = (FLOWS, PARTLY, STOPPED, UNUSED) if trained else (STOPPED, UNUSED)
     k = min(outputs, key=lambda k: order.index(report.status[k][n]))
     why = report.why(report.outputs[k], name)
     lines = [f'{name} is used at {line}.' for line in why.lines[:1]]

@@ -79,8 +79,10 @@ class Moves(Shown):
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
         names = 'parameter', 'collection', 'status', 'reason', 'moved'
-        of = [path.collection for path in self.parameters]
-        rows = zip(self.names, of, self.status, self.reasons, self.moved, strict=True)
+        collections = [path.collection for path in self.parameters]
+        rows = zip(
+            self.names, collections, self.status, self.reasons, self.moved, strict=True
+        )
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def matrix(self, depth: int | None = None) -> Matrix:
@@ -90,11 +92,11 @@ class Moves(Shown):
             depth: the number of names of a module's path to group by. Default all.
                 Parameters of one group that do different things have a row each.
         """
-        said = [*zip(self.status, self.reasons, strict=True)]
-        rows = repeated(alike(self.parameters, said, depth))
-        found = [Row(name, (status,), reason) for name, (status, reason) in rows]
+        contents = [*zip(self.status, self.reasons, strict=True)]
+        rows = repeated(alike(self.parameters, contents, depth))
+        lines = [Row(name, (status,), reason) for name, (status, reason) in rows]
         notes = 'why' if any(self.reasons) else ''
-        return Matrix(('the step',), tuple(found), WORDS, notes)
+        return Matrix(('the step',), tuple(lines), WORDS, notes)
 
     def __repr__(self) -> str:
         counts = ', '.join(f'{self.status.count(word)} {word}' for word in WORDS)
@@ -155,8 +157,8 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
             'Both trees have the same Variables, which the step changes in place.\n'
             'Copy before it: before = jax.tree.map(jnp.copy, nnx.state(model)).'
         )
-    known = _gradients(gradients)
-    if known and not known.keys() & {path.place for path in paths}:
+    by_place = _gradients(gradients)
+    if by_place and not by_place.keys() & {path.place for path in paths}:
         raise errors.ArgumentValueError(
             f'gradients= has none of {listed(unique(paths))}.\n'
             'Give the gradients of the same tree, or the same part of both trees.'
@@ -166,7 +168,7 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
     for (path, value), (_, now) in zip(old, new, strict=True):
         if leaves.shape_of(value) != leaves.shape_of(now):
             raise matching.other_shape('the tree after the step', path, value, now)
-        gradient, *known[path.place] = known.get(path.place) or [False]
+        gradient, *by_place[path.place] = by_place.get(path.place) or [False]
         compared.append(_compared(value, now, gradient))
     compared = jax.device_get(compared)
     largest = max((row[1] for row in compared if row[0] and row[3]), default=0.0)
@@ -217,28 +219,28 @@ def assert_moves_only(
     """
     who, where = named(where), filters.as_filter(where)
     report = moves(before, after, gradients)
-    [said] = leaves.selected([report.parameters], where)
+    [decisions] = leaves.selected([report.parameters], where)
     pairs = [*zip(_parameters(before), _parameters(after), strict=True)]
     found: dict[str, list[tuple[int, str]]] = {'does not move': [], 'moves': []}
-    for n, takes in enumerate(said):
+    for n, decision in enumerate(decisions):
         changes = report.status[n] in (MOVES, PARTLY, DRIFTS)
         why = report.reasons[n] or WORDS[report.status[n]].meaning
-        if isinstance(takes, filters.Part) and changes:
+        if isinstance(decision, filters.Part) and changes:
             (path, old), (_, new) = pairs[n]
             changed = np.asarray(_differ(old, new))
-            inside = changed & takes.mask(changed.shape, path)
+            inside = changed & decision.mask(changed.shape, path)
             changes, rest = bool(inside.any()), changed & ~inside
             why = why if changes else 'what is named of it stands still'
             if rest.any():
                 verbs = 'changes, and was not named', 'change, and were not named'
                 found['moves'].append((n, _rows(rest, *verbs)))
-        if bool(takes) != changes:
+        if bool(decision) != changes:
             found['moves' if changes else 'does not move'].append((n, why))
     lines: list[str] = []
-    for what, some in found.items():
+    for verb, some in found.items():
         for n, why in some[:1]:
             names = [report.names[n] for n, _ in some]
-            lines += [f'It {what} {listed(names)}.', f'{report.names[n]}: {why}.']
+            lines += [f'It {verb} {listed(names)}.', f'{report.names[n]}: {why}.']
     if lines:
         lines = [f'Expected the step to move {who} and nothing else.', *lines]
         raise errors.ExpectationError(
@@ -246,7 +248,7 @@ def assert_moves_only(
         )
 
 
-def _rows(some: Any, one: str, several: str) -> str:
+def _rows(some: Any, singular: str, plural: str) -> str:
     """What the rows do in which there is one of some elements; '' if there is none.
 
     >>> _rows(np.array([[True], [True], [True], [False], [True]]), 'moves', 'move')
@@ -259,8 +261,9 @@ def _rows(some: Any, one: str, several: str) -> str:
     if texts[3:]:
         texts[3:] = [f'{sum(b - a + 1 for a, b in ends[3:])} more']
     text = ' and '.join(filter(None, [', '.join(texts[:-1]), *texts[-1:]]))
-    what = f'rows {text} {several}' if len(rows) > 1 else f'row {text} {one}'
-    return what if texts else ''
+    if not texts:
+        return ''
+    return f'rows {text} {plural}' if len(rows) > 1 else f'row {text} {singular}'
 
 
 def _parameters(tree: Any) -> list[tuple[Path, Any]]:
@@ -279,17 +282,17 @@ def _gradients(gradients: Any) -> dict[Any, list[Any]]:
     pairs: Any = _parameters(gradients)
     if isinstance(gradients, flow.GradientFlow):
         pairs = zip(gradients.parameters, gradients.live, strict=True)
-    found: dict[Any, list[Any]] = {}
+    by_place: dict[Any, list[Any]] = {}
     for path, gradient in pairs:  # Leaves in one box share a place.
-        found.setdefault(path.place, []).append(gradient)
-    return found
+        by_place.setdefault(path.place, []).append(gradient)
+    return by_place
 
 
 def _differ(old: Any, new: Any) -> Any:
     """The elements that change."""
-    kind = jnp.result_type(old)
+    dtype = jnp.result_type(old)
     # What a wider type tells apart is a change, too.
-    wide = kind if jnp.finfo(kind).bits >= 32 else jnp.float32
+    wide = dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
     old, new = jnp.asarray(old, wide), jnp.asarray(new, wide)
     return (new != old) & ~(jnp.isnan(new) & jnp.isnan(old))
 
@@ -304,13 +307,14 @@ def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, ...]:
         for each row whether it changes.
     """
     old, new, has = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
-    kind, has = old.dtype, has.astype(bool)
+    dtype, has = old.dtype, has.astype(bool)
     differ = _differ(old, new)
-    wide = kind if jnp.finfo(kind).bits >= 32 else jnp.float32
+    wide = dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
     old, new = old.astype(wide), new.astype(wide)
     change = jnp.max(jnp.abs(new - old), initial=0)
     # Half the distance to the next number, which is smaller below a power of two.
-    eps = float(jnp.finfo(kind).eps) * jnp.isrealobj(old)  # Complex: nothing is proven.
+    # Of complex arrays nothing is proven.
+    eps = float(jnp.finfo(dtype).eps) * jnp.isrealobj(old)
     lost = jnp.abs(old) * (eps / 4)
     there = has if has.shape in ((), old.shape) else jnp.any(has)
     finest = jnp.min(lost, where=there, initial=jnp.inf)
