@@ -269,7 +269,9 @@ class Derived(Atom):
     selected: frozenset[tuple[str, tuple[str, ...]]]
     known: frozenset[tuple[str, tuple[str, ...]]]
     source: str = 'live'
-    conditional: frozenset[tuple[str, tuple[str, ...]]] = frozenset()
+    conditional: frozenset[tuple[str, tuple[str, ...]]] = dataclasses.field(
+        default=frozenset(), kw_only=True
+    )
 
     @functools.cached_property
     def identity(self) -> Hashable:
