@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ class Argument(NamedTuple):
 
     Attributes:
         name: its position, or its name if it is given by name.
+        word: its name in the signature; empty if it has none.
         treedef: its structure.
         paths: the path of each leaf.
         slots: for each leaf the inputs of the program that hold its arrays; empty for a
@@ -33,6 +35,7 @@ class Argument(NamedTuple):
     """
 
     name: int | str
+    word: str
     treedef: Any
     paths: list[str]
     slots: list[tuple[int, ...]]
@@ -40,12 +43,18 @@ class Argument(NamedTuple):
 
     @classmethod
     def of(
-        cls, name: int | str, tree: Leaves, inputs: list[Any], is_traced: bool
+        cls,
+        name: int | str,
+        word: str,
+        tree: Leaves,
+        inputs: list[Any],
+        is_traced: bool,
     ) -> Argument:
         """Takes an argument apart, and adds its arrays to the inputs of a program.
 
         Args:
             name: its position or its name.
+            word: its name in the signature.
             tree: its leaves.
             inputs: the inputs so far.
             is_traced: whether numbers of Python are traced, too. In data they are
@@ -60,14 +69,14 @@ class Argument(NamedTuple):
                 inputs += arrays
             elif not is_absent(leaf):
                 constants[number] = leaf
-        return cls(name, tree.treedef, [*map(str, tree.paths)], slots, constants)
+        return cls(name, word, tree.treedef, [*map(str, tree.paths)], slots, constants)
 
     @property
     def title(self) -> str:
         """What the argument is called in a report or an error."""
-        return (
-            f'argument {self.name}' if isinstance(self.name, int) else f'{self.name}='
-        )
+        if isinstance(self.name, str):
+            return f'{self.name}='
+        return f'argument {self.name}' + (f' ({self.word})' if self.word else '')
 
     def restored(self, tree: Leaves, inputs: list[Any]) -> Any:
         """The argument with the inputs of a program for its arrays."""
@@ -145,6 +154,17 @@ class Argument(NamedTuple):
         if path:
             return f'{path} in {self.title}'
         return self.title.replace('argument', 'Argument')
+
+
+def words_of(fun: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first arguments of a function, or '' for those without one."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    named = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    words = [one.name if one.kind in named else '' for one in parameters]
+    return [*words, *[''] * count][:count]
 
 
 def _is_number(leaf: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ import numpy as np
 from flax import linen
 
 from flax_sg import errors, filters
-from flax_sg.ahead.arguments import Argument, check
-from flax_sg.ahead.report import Root, report
+from flax_sg.ahead.arguments import Argument, check, words_of
+from flax_sg.ahead.examples import Batch
+from flax_sg.ahead.report import Root, kept_of, obstacles, report
 from flax_sg.ahead.rows import Mask
 from flax_sg.ahead.split import split
 from flax_sg.ahead.steps import Split, Step
@@ -41,17 +42,32 @@ class Precomputed:
     _each: tuple[Name, ...]
     _out: Any
     _outputs: tuple[str, ...]
+    _batch: Batch | None
+    _roots: dict[int, Root]
 
     @property
     def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shapes of what is kept."""
-        return tuple(jaxprs.shape_of(self._split.avals[n]) for n in self._split.kept)
+        return tuple(map(jaxprs.shape_of, self._types))
+
+    @property
+    def _types(self) -> list[Any]:
+        avals = [self._split.avals[n] for n in self._split.kept]
+        if self._batch is None:
+            return avals
+        shapes = [*map(jaxprs.shape_of, avals)]
+        return jax.make_jaxpr(self._in_front)(shapes).out_avals
+
+    def _in_front(self, kept: list[Any]) -> list[Any]:
+        return self._batch.in_front(self._split.kept, kept) if self._batch else kept
 
     def early(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Computes once what is kept, of the arguments but for those in ``each=``."""
         names = [name for name in self._arguments if name not in self._each]
         values = self._values('early', names, args, kwargs)
-        return self._run('early', self._split.early, values, self._split.kept)
+        return self._in_front(
+            self._run('early', self._split.early, values, self._split.kept)
+        )
 
     def late(self, *args: Any, **kwargs: Any) -> Any:
         """The function, of its parameters, what is kept, and what is in ``each=``.
@@ -75,8 +91,10 @@ class Precomputed:
                 'were traced.\n'
                 f'Give what early returned as argument {first} of late.'
             )
-        for n, (slot, array) in enumerate(zip(self._split.kept, kept, strict=True)):
-            check(f'Array {n} of what is kept', array, self._split.avals[slot])
+        for n, (array, aval) in enumerate(zip(kept, self._types, strict=True)):
+            check(f'Array {n} of what is kept', array, aval)
+        if self._batch is not None:
+            kept = self._batch.back(self._split.kept, kept, self._split.avals)
         values.update(zip(self._split.kept, kept, strict=True))
         out = self._run('late', self._split.late, values, self._split.outputs)
         return jax.tree.unflatten(self._out, out)
@@ -93,14 +111,7 @@ class Precomputed:
         return jnp.where(mask, array, stopped)
 
     def __str__(self) -> str:
-        roots = {
-            slot: Root(argument.paths[number] if is_own else argument.title, is_own)
-            for name, argument in self._arguments.items()
-            for is_own in [name in self._params]
-            for number, slots in enumerate(argument.slots)
-            for slot in slots
-        }
-        return report(self._split, self._outputs, roots)
+        return report(self._split, self._outputs, self._roots)
 
     def __repr__(self) -> str:
         kept = ', '.join(self._split.avals[n].str_short() for n in self._split.kept)
@@ -147,16 +158,23 @@ class Precomputed:
         if len(args) != len(positions) or words != {*kwargs}:
             raise self._miscounted(part, names, kept)
         given = {**dict(zip(positions, args, strict=True)), **kwargs}
+        # Errors count as the caller does.
+        others = kept and len(self._params)
+        own: dict[Name, Name] = {
+            name: n + (n >= others) * kept for n, name in enumerate(positions)
+        }
         values: dict[int, Any] = {}
         for name, arg in given.items():
-            values.update(self._arguments[name].values(arg, self._split.avals))
+            argument = self._arguments[name]._replace(name=own.get(name, name))
+            values.update(argument.values(arg, self._split.avals))
         for n, rows in self._split.rows.items():
             if n in values:
                 values[rows.twin] = values[n]
         return values
 
     def _miscounted(self, part: str, names: Sequence[Name], kept: int) -> TypeError:
-        titles = [self._arguments[name].title for name in names]
+        arguments = [self._arguments[name] for name in names]
+        titles = [argument.word or argument.title for argument in arguments]
         first = len(self._params)
         titles = [*titles[:first], 'what is kept', *titles[first:]] if kept else titles
         return TypeError(f'{part} takes {", ".join(titles)}.')
@@ -169,6 +187,7 @@ def precompute(
     argnums: int | Sequence[int] = 0,
     wrt: filters.Where | Declared = DECLARED,
     each: Name | Sequence[Name] = (),
+    examples: bool = False,
     **kwargs: Any,
 ) -> Precomputed:
     """Splits a function: what depends on nothing that changes is computed once.
@@ -200,6 +219,9 @@ def precompute(
             frozen. Give what ``sg.live`` returns; by default all parameters change.
         each: the positions, or names, of other arguments that change: keys, a step, a
             state.
+        examples: whether all data hold examples along their first axis. Then all that
+            is kept has this axis in front, and its rows may be shuffled, stored and
+            indexed. ``early`` and ``late`` take as many examples as were traced.
         **kwargs: keyword arguments of the function. They are given by name to
             ``early``, or to ``late`` if they are in ``each``.
 
@@ -212,7 +234,8 @@ def precompute(
     Raises:
         ArgumentTypeError: when ``each`` names parameters or no argument, when an effect
             would be computed once, or for arguments of another structure or shape than
-            traced.
+            traced. With ``examples``, when data have no axis of examples, or when a
+            frozen module reads what mixes them, such as a batch mean.
         AbsentLeafError: at the call, when a leaf is ABSENT that is read.
     """
     args = (params, *args)
@@ -222,17 +245,20 @@ def precompute(
     trees: dict[Name, Leaves] = dict(enumerate(map(leaves_of, args)))
     trees.update({name: leaves_of(arg) for name, arg in kwargs.items()})
     inputs: list[Any] = []
+    run = fun.apply if isinstance(fun, linen.Module) else fun
+    words: dict[Name, str] = dict(enumerate(words_of(run, len(args))))
     arguments = {
-        name: Argument.of(name, tree, inputs, name in own or name in changing)
+        name: Argument.of(
+            name, words.get(name, ''), tree, inputs, name in own or name in changing
+        )
         for name, tree in trees.items()
     }
     form: list[Any] = []
-    run = fun.apply if isinstance(fun, linen.Module) else fun
 
     def of_arrays(arrays: list[Any]) -> list[Any]:
         given = {name: arguments[name].restored(trees[name], arrays) for name in trees}
-        words = {name: given[name] for name in kwargs}
-        out = run(*(given[n] for n in range(len(args))), **words)
+        named = {name: given[name] for name in kwargs}
+        out = run(*(given[n] for n in range(len(args))), **named)
         pairs, treedef = jax.tree_util.tree_flatten_with_path(out)
         form[:] = treedef, tuple(path_of(keys) for keys, _ in pairs)
         return [leaf for _, leaf in pairs]
@@ -249,8 +275,16 @@ def precompute(
                 else:
                     changes[slot] = name in changing
                 is_data[slot] = name not in own
-    parts = split(program, changes, is_data)
-    made = Precomputed(parts, arguments, tuple(own), changing, *form)
+    data = [a for name, a in arguments.items() if name not in (*own, *changing)]
+    batch = Batch(_arrays(data, program.in_avals)) if examples else None
+    parts = split(program, changes, is_data, mixes=batch and batch.mixes)
+    roots = _roots(arguments, own, batch)
+    if batch is not None:
+        _check_apart(parts, batch, roots)
+    treedef, paths = form
+    made = Precomputed(
+        parts, arguments, tuple(own), changing, treedef, paths, batch, roots
+    )
     if not parts.early:
         warnings.warn(
             'Nothing is computed once: all that costs something reads what changes.\n'
@@ -269,6 +303,51 @@ def _trained(takes: Any, leaf: Any, path: str) -> bool | Mask:
         mask = np.asarray(takes.mask(shape, path).any(tuple(range(1, len(shape)))))
         return mask if mask.size > 1 else bool(mask)
     return True
+
+
+def _arrays(
+    arguments: Iterable[Argument], avals: Sequence[Any]
+) -> dict[int, tuple[str, Any]]:
+    """For each array of some arguments, by its number, its name and its type."""
+    return {
+        slot: (argument.at(number), avals[slot])
+        for argument in arguments
+        for number, slots in enumerate(argument.slots)
+        for slot in slots
+    }
+
+
+def _roots(
+    arguments: Mapping[Name, Argument], own: Collection[Name], batch: Batch | None
+) -> dict[int, Root]:
+    """What the inputs are, and the values in which examples are mixed."""
+    mixed = batch.mixed if batch else {}
+    roots = {number: Root(what, 'mix', '') for number, what in mixed.items()}
+    for name, argument in arguments.items():
+        for path, slots in zip(argument.paths, argument.slots, strict=True):
+            is_own = name in own
+            kind = 'parameter' if is_own else 'argument'
+            root = Root(path if is_own else argument.title, kind, path)
+            roots.update(dict.fromkeys(slots, root))
+    return roots
+
+
+def _check_apart(parts: Split, batch: Batch, roots: Mapping[int, Root]) -> None:
+    """Raises if a frozen module, or what is kept, is not of single examples."""
+    faults = [str(row) for row in obstacles(parts, roots) if row.reason.kind == 'mix']
+    faults += [
+        f'{row.type} ({row.line}) is the same for all examples.'
+        for number, row in zip(parts.kept, kept_of(parts), strict=True)
+        if not batch.is_of_examples(number)
+    ]
+    if faults:
+        raise errors.ArgumentTypeError(
+            f'{faults[0]}\n'
+            'With examples=True, what is frozen is computed for each example by '
+            'itself. An operation that flax_sg does not know counts as mixing them.\n'
+            "Write nn.Frozen(module, state='eval') for a module that normalizes over "
+            'the batch, or leave examples= out.'
+        )
 
 
 def _names(

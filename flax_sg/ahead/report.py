@@ -19,15 +19,18 @@ _SHOWN = 8
 
 
 class Root(NamedTuple):
-    """What an input of the program is, for a report.
+    """What something is that changes, or a frozen parameter, for a report.
 
     Attributes:
-        name: the path of a parameter, or the name of another argument.
-        is_parameter: whether it is a parameter.
+        name: the path of a parameter, the name of another argument, or the operation
+            that mixes examples and its line.
+        kind: ``'parameter'``, ``'argument'`` or ``'mix'``.
+        path: where it is in its argument.
     """
 
     name: str
-    is_parameter: bool
+    kind: str
+    path: str
 
 
 class Kept(NamedTuple):
@@ -93,15 +96,22 @@ class Obstacle(NamedTuple):
 
     Attributes:
         module: the module of the parameters, as far as it tells it from the reason.
-        reason: the module of a trained parameter, or an argument.
-        is_trained: whether it is a trained parameter.
-        line: where it enters.
+        reason: the module of a trained parameter, an argument, or what mixes examples.
+        line: where the reason meets the data.
     """
 
     module: str
-    reason: str
-    is_trained: bool
+    reason: Root
     line: str
+
+    def __str__(self) -> str:
+        name = self.reason.name
+        why = {
+            'parameter': f'it reads {name}, which is trained, at {self.line}',
+            'argument': f'{name}, which is in each=, enters at {self.line}',
+            'mix': f'{name} mixes the examples of a batch',
+        }
+        return f'{self.module} is computed at each step: {why[self.reason.kind]}.'
 
 
 def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
@@ -109,12 +119,16 @@ def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
 
     Args:
         split: the program.
-        roots: what its inputs are.
+        roots: what its inputs are, and the values in which examples are mixed.
     """
-    # For each value that changes the inputs that it depends on and that change.
+    # For each value that changes the roots that it depends on and that change.
     changing = {n: {n} for n in roots if n in split.changing}
     # For each value that is made of frozen parameters alone what these are.
-    frozen = {n: {n} for n, r in roots.items() if r.is_parameter and n not in changing}
+    frozen = {
+        n: {n}
+        for n, root in roots.items()
+        if root.kind == 'parameter' and n not in changing
+    }
     enters: dict[int, Step] = {}
     in_late = {id(step) for step in split.late}
     rows: dict[Obstacle, None] = {}
@@ -142,19 +156,19 @@ def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
 
 def _obstacle(weight: Root, reason: Root, line: str) -> Obstacle:
     """Two paths as far as the first name in which they differ."""
-    if not reason.is_parameter:
-        return Obstacle(weight.name.partition('/')[0], reason.name, False, line)
+    if reason.kind != 'parameter':
+        return Obstacle(weight.name.partition('/')[0], reason, line)
     names = [weight.name.split('/'), reason.name.split('/')]
     pairs = zip(*names, strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     module, other = ('/'.join(path[: same + 1]) for path in names)
-    return Obstacle(module, other, True, line)
+    return Obstacle(module, reason._replace(name=other), line)
 
 
 def written(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> list[str]:
-    """The parameters that early reads and a step writes.
+    """The parameters and running averages that early reads and a step writes.
 
-    A step writes a parameter if an output has the same path and shape.
+    A step writes a value if an output has the same path and shape.
 
     Args:
         split: the program.
@@ -162,16 +176,16 @@ def written(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> li
         roots: what the inputs are.
     """
     found: list[str] = []
-    read = {n for step in split.early for n in step.read()}
+    read = {*split.kept, *(n for step in split.early for n in step.read())}
     for number, root in roots.items():
-        if not root.is_parameter or number not in read:
+        if root.kind == 'mix' or number not in read:
             continue
         for path, output in zip(paths, split.outputs, strict=True):
             if isinstance(output, Literal) or output == number:
                 continue
-            is_same = f'/{path}'.endswith(f'/{root.name}')
+            is_same = f'/{path}'.endswith(f'/{root.path}')
             if is_same and split.avals[output].shape == split.avals[number].shape:
-                found.append(root.name)
+                found.append(root.path)
     return [*dict.fromkeys(found)]
 
 
@@ -187,17 +201,13 @@ def report(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> str
     total = sum(row.bytes for row in rows)
     lines.append(f'{share:.1%} of the flops are done once; {total:,} bytes are kept.')
     found = obstacles(split, roots)
-    for row in found[:_SHOWN]:
-        lines.append(
-            f'{row.module} is computed at each step: {row.reason}, which '
-            f'{"is trained" if row.is_trained else "changes"}, enters at {row.line}.'
-        )
+    lines += map(str, found[:_SHOWN])
     if len(found) > _SHOWN:
         lines.append(f'So are {len(found) - _SHOWN} others.')
-    if not all(row.is_trained for row in found):
+    if any(row.reason.kind == 'argument' for row in found):
         lines.append(
-            'If that is the key of dropout, turn dropout off there '
-            "(nn.Frozen(module, state='eval')), or leave the key out of each=."
+            "If that is the key of dropout, write nn.Frozen(module, state='eval'), or "
+            'leave the key out of each=.'
         )
     for name in written(split, paths, roots):
         lines.append(

@@ -14,7 +14,7 @@ from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.cut import cheapest_cut
 from flax_sg.ahead.rows import Mask, Rows
 from flax_sg.ahead.steps import Split, Step, made_by, numbers_in
-from flax_sg.ahead.walk import Rule, Walk
+from flax_sg.ahead.walk import Mixes, Rule, Walk
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
@@ -27,6 +27,7 @@ def split(
     changes: Sequence[bool | Mask],
     is_data: Sequence[bool],
     is_late: Sequence[bool] | None = None,
+    mixes: Mixes | None = None,
 ) -> Split:
     """Splits a closed jaxpr.
 
@@ -37,8 +38,9 @@ def split(
             parameters: what depends on them alone is not kept.
         is_late: for each output whether the late part makes it, rather than the early
             part. By default it makes all.
+        mixes: tells steps that mix examples. They run at each step.
     """
-    walk = Walk(_RULES)
+    walk = Walk(_RULES, mixes)
     inputs = [walk.new(var.aval) for var in program.jaxpr.invars]
     for n in inputs:
         if isinstance(mask := changes[n], np.ndarray):
@@ -58,7 +60,8 @@ def split(
         maker.update(dict.fromkeys(step.outs, step))
         read = step.read()
         has_effect = bool(step.eqn.effects)
-        if not changing.isdisjoint(read) or (has_effect and data.isdisjoint(read)):
+        is_new = not changing.isdisjoint((*read, *step.outs))
+        if is_new or (has_effect and data.isdisjoint(read)):
             at_each_step.append(step)
         elif has_effect:
             raise errors.ArgumentTypeError(

@@ -21,6 +21,10 @@ from flax_sg.internals import jaxprs
 # the equation stands.
 Rule: TypeAlias = Callable[['Walk', Any, Sequence[Value], Site], Sequence[Value] | None]
 
+# Whether a step mixes the examples of a batch, by the step and the types of all values.
+# What it makes then changes with the batch.
+Mixes: TypeAlias = Callable[[Step, Sequence[Any]], bool]
+
 
 class Walk:
     """The steps of a program so far, and what their values depend on.
@@ -38,13 +42,14 @@ class Walk:
         makers: the step that makes each value.
     """
 
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, rules: Mapping[str, Rule], mixes: Mixes | None = None) -> None:
         """Begins a walk.
 
         Args:
             rules: how equations are taken apart, by the name of the primitive.
+            mixes: by default no step mixes examples.
         """
-        self._rules = rules
+        self._rules, self._mixes = rules, mixes
         self.steps = list[Step]()
         self.avals = list[Any]()
         self.constants = dict[int, Any]()
@@ -63,7 +68,8 @@ class Walk:
         self.steps.append(step)
         self.makers.update(dict.fromkeys(step.outs, step))
         read = step.read()
-        if not self.changing.isdisjoint(read):
+        is_new = not self.changing.isdisjoint(read)
+        if is_new or (self._mixes is not None and self._mixes(step, self.avals)):
             self.changing.update(step.outs)
         elif not self.data.isdisjoint(read):
             self.data.update(step.outs)

@@ -64,19 +64,21 @@ def test_a_head():
 def test_a_key_that_enters():
     """The line of dropout, and the module behind it alone."""
     assert [line for line in lines(split('dropout', 'head/**')) if 'each' in line] == [
-        'tower is computed at each step: argument 2, which changes, enters',
-        'If that is the key of dropout, turn dropout off there '
-        "(nn.Frozen(module, state='eval')), or leave the key out of each=.",
+        'tower is computed at each step: argument 2 (key), which is in each=, enters',
+        "If that is the key of dropout, write nn.Frozen(module, state='eval'), or "
+        'leave the key out of each=.',
     ]
 
 
 def test_an_adapter_in_front():
     """It is trained, so all behind it is computed at each step: a warning says so."""
-    with pytest.warns(UserWarning, match='first is computed at each step: adapter'):
+    with pytest.warns(
+        UserWarning, match='first is computed at each step: it reads adapter, which is'
+    ):
         ahead = split('adapter', 'adapter/**', 'head/**')
     assert [line for line in lines(ahead) if 'each step' in line] == [
-        'first is computed at each step: adapter, which is trained, enters',
-        'tower is computed at each step: adapter, which is trained, enters',
+        'first is computed at each step: it reads adapter, which is trained,',
+        'tower is computed at each step: it reads adapter, which is trained,',
     ]
     assert 'an input' in str(ahead)
 
@@ -95,10 +97,26 @@ def test_modules_as_far_as_they_differ():
     )
     text = [line for line in lines(ahead) if 'each step' in line]
     assert text[0] == (
-        'net/layer_1 is computed at each step: net/layer_0, which is trained, enters'
+        'net/layer_1 is computed at each step: it reads net/layer_0, which is trained,'
     )
     assert len(text) == 8
     assert str(ahead).splitlines()[-1] == 'So are 3 others.'
+
+
+def test_running_averages_in_another_argument():
+    """The function returns new ones, and what is kept is made of the old ones."""
+    net = Net('plain')
+    variables = net.init({'params': KEY, 'dropout': KEY}, X)
+
+    def loss(params: Any, stats: Any, x: Any) -> Any:
+        variables = {'params': params, 'batch_stats': stats}
+        y, new = net.apply(variables, x, mutable=['batch_stats'])
+        return jnp.mean(y**2), new
+
+    params, stats = variables['params'], variables['batch_stats']
+    ahead = sg.precompute(loss, params, stats, X, wrt='head/**')
+    written = [line for line in lines(ahead) if 'is written' in line]
+    assert [line.split()[0] for line in written] == ['norm/mean', 'norm/var']
 
 
 def test_flops():

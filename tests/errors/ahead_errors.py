@@ -17,6 +17,14 @@ def loss(params: Any, x: Any) -> Any:
     return jnp.sum(x @ params['body'] @ params['head'])
 
 
+def normalized(params: Any, x: Any) -> Any:
+    return loss(params, jnp.tanh(x @ params['body'] - x.mean(0, keepdims=True)))
+
+
+def keyed(params: Any, x: Any, key: Any) -> Any:
+    return loss(params, x) * jax.random.uniform(key)
+
+
 def flagged(params: Any, x: Any, flag: bool) -> Any:
     return loss(params, x) if flag else 0.0
 
@@ -66,6 +74,12 @@ CASES: dict[str, Any] = {
     'another flag than was traced': lambda: sg.precompute(
         flagged, PARAMS, X, True, wrt='head'
     ).early(PARAMS, X, False),
+    'a key among examples': lambda: sg.precompute(
+        keyed, PARAMS, X, jax.random.key(0), wrt='head', examples=True
+    ),
+    'a frozen layer behind the mean of a batch': lambda: sg.precompute(
+        normalized, PARAMS, X, wrt='head', examples=True
+    ),
     'frozen parameters left out that are read': lambda: split().early(
         {**PARAMS, 'body': sg.ABSENT}, X
     ),

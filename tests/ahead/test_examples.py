@@ -1,0 +1,277 @@
+"""``examples=True``: each example by itself, found in the program and compared."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import flax_sg as sg
+from flax_sg import linen as nn
+from flax_sg.ahead.examples import Examples, Mixed, followed
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (4, 6, 6))
+W = jax.random.normal(jax.random.key(1), (6, 6)) / 2
+ROWS = np.array([2, 0, 3, 1])
+NCHW = ('NHWC', 'HWIO', 'NHWC')
+
+
+def time_scan(x: Any, reverse: bool = False) -> Any:
+    """A cell over time, from zeros, with its states and the last one."""
+
+    def turn(h: Any, row: Any) -> Any:
+        return jnp.tanh(h @ W + row), (h, row.sum(-1))
+
+    return lax.scan(turn, jnp.zeros((4, 6)), jnp.swapaxes(x, 0, 1), reverse=reverse)
+
+
+def counted(x: Any) -> Any:
+    """A while loop with a counter."""
+    return lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1] @ W)), (0, x)
+    )[1]
+
+
+# Programs that keep examples apart.
+APART: dict[str, Any] = {
+    'a loop over time': time_scan,
+    'a while loop': counted,
+    'a branch': lambda x: lax.cond(
+        W[0, 0] > 0, lambda x: x @ W, lambda x: jnp.zeros((4, 6, 6)), x
+    ),
+    'a map over examples': lambda x: lax.map(lambda row: row @ row, x),
+    'elementwise': lambda x: jnp.where(x > 0, jnp.exp(x), W) + jnp.clip(x, 0, 1) * 2,
+    'a product': lambda x: jnp.einsum('btd,de->ebt', x, W),
+    'a product in a batch': lambda x: jnp.einsum('btd,bsd->tbs', x, x),
+    'a convolution': lambda x: lax.conv_general_dilated(
+        x[..., None], jnp.ones((2, 2, 1, 3)), (1, 1), 'SAME', dimension_numbers=NCHW
+    ),
+    'merged axes': lambda x: jax.nn.relu(x.reshape(24, 6) @ W),
+    'merged and taken apart': lambda x: (x.reshape(24, 6) @ W).reshape(4, 6, 2, 3),
+    'merged from inside': lambda x: jnp.swapaxes(x, 0, 1).reshape(24, 6) @ W,
+    'an axis between': lambda x: jnp.moveaxis(x, 0, 1).reshape(2, 3, 4, 6).sum(-1),
+    'windows': lambda x: (
+        nn.max_pool(x, (2,)) + nn.pool(x, 0.0, lax.add, (2,), (1,), 'VALID')
+    ),
+    'products of windows': lambda x: lax.reduce_window(
+        x, 1.0, lax.mul, (1, 2, 2), (1, 1, 1), 'VALID'
+    ),
+    'sorts': lambda x: (jnp.sort(x, 1), jnp.argsort(x, 2), lax.top_k(x, 2)[1]),
+    'sums along others': lambda x: (jnp.cumsum(x, 1), x.mean((1, 2)), x.argmax(2)),
+    'a reduction of pairs': lambda x: lax.reduce(
+        (x, 2 * x), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,)
+    ),
+    'parts of others': lambda x: (x[:, 1], x[:, ::-1], x[:, 1:3, ::2], x[..., None]),
+    'parts by a number': lambda x: lax.dynamic_slice(
+        x, (0, W.argmax() % 3, 0), (4, 2, 6)
+    ),
+    'parts written': lambda x: lax.dynamic_update_slice(
+        x, x[:, :2], (0, W.argmax() % 3, 0)
+    ),
+    'parts put together': lambda x: (
+        jnp.concatenate([x, jnp.zeros((4, 1, 6))], 1),
+        jnp.stack([x, x], 1),
+        jnp.pad(x, ((0, 0), (1, 1), (0, 0))),
+        jnp.split(x, 2, axis=1)[1],
+        jnp.tile(x, (1, 2, 1)),
+    ),
+    'a table': lambda x: W[jnp.clip(x[..., 0] * 3, 0, 5).astype(int)],
+    'parts of each': lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
+    'columns': lambda x: (x[:, np.array([0, 2])], x.at[:, np.array([1, 3])].add(1.0)),
+    'each written': lambda x: jax.vmap(lambda r: r.at[r.argmax() % 6].set(0.0))(x),
+    'kinds': lambda x: jax.nn.one_hot(x[..., 0].astype(int), 3) + jnp.ones((4, 1, 3)),
+    'softmax': lambda x: jax.nn.softmax(x) + jax.nn.gelu(x) @ W,
+    'matrices': lambda x: (
+        jnp.linalg.cholesky(x @ x.mT + jnp.eye(6)[None]),
+        lax.linalg.triangular_solve(x, x, left_side=True),
+        jnp.linalg.eigh(x + x.mT)[0],
+    ),
+    'frequencies': lambda x: jnp.abs(jnp.fft.fft(x)),
+    'noise of own keys': lambda x: jax.vmap(
+        lambda row: jax.random.normal(
+            jax.random.split(jax.random.fold_in(KEY, (row[0, 0] * 9).astype(int)))[1],
+            (3,),
+        )
+    )(x),
+    'keys of seeds': lambda x: jax.vmap(
+        lambda row: jax.random.uniform(jax.random.key((row[0, 0] * 9).astype(int)))
+    )(x),
+    'a checkpoint': jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ W) @ W)),
+    'a shared table of zeros': lambda x: (
+        x.reshape(4, 36) + jnp.zeros((4, 36)) @ jnp.eye(36)
+    ),
+    'nothing': lambda x: jnp.zeros((4, 0)) + x[:, 0, :0],
+    'integers': lambda x: lax.bitcast_convert_type(x, jnp.int32) >> 3,
+}
+# Programs that mix them, or that make something of their positions.
+MIXED: dict[str, Any] = {
+    'a mean': lambda x: x - x.mean(0, keepdims=True),
+    'a softmax': lambda x: jax.nn.softmax(x, 0),
+    'a sort': lambda x: jnp.sort(x, 0),
+    'a running sum': lambda x: jnp.cumsum(x, 0),
+    'all pairs': lambda x: jnp.einsum('btd,csd->bc', x, x),
+    'a weighted sum': lambda x: jnp.einsum('btd,b->td', x, jnp.ones(4)),
+    'positions': lambda x: x + jnp.arange(4.0)[:, None, None],
+    'noise by position': lambda x: x + jax.random.normal(KEY, x.shape),
+    'a constant by position': lambda x: x * X,
+    'turned around': lambda x: x[::-1],
+    'a part of the batch': lambda x: x[:2],
+    'one example': lambda x: x[W.argmax() % 4],
+    'each second one': lambda x: x[::2].repeat(2, 0),
+    'rolled': lambda x: jnp.roll(x, 1, 0),
+    'padded': lambda x: jnp.pad(x, ((1, 0), (0, 0), (0, 0))),
+    'twice': lambda x: jnp.concatenate([x, x]),
+    'shuffled': lambda x: x[ROWS],
+    'examples as channels': lambda x: lax.conv_general_dilated(
+        x[None], jnp.ones((1, 1, 6, 6)), (1, 1), 'SAME', dimension_numbers=NCHW
+    ).sum(1),
+    'windows over examples': lambda x: lax.reduce_window(
+        x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), 'SAME'
+    ),
+    'frequencies': lambda x: jnp.abs(jnp.fft.fft(x, axis=0)),
+    'a loop over examples': lambda x: lax.scan(lambda c, r: (c + r, c), W, x)[1],
+    'a loop that moves them': lambda x: lax.fori_loop(
+        0, 2, lambda _, y: jnp.swapaxes(y, 0, 1), X[:4, :4] + x[:, :4, :4].mean()
+    ),
+    'a swap in a loop': lambda x: lax.fori_loop(
+        0, 2, lambda _, y: jnp.swapaxes(y, 0, 1), x[:, :4]
+    ),
+    'axes that cross': lambda x: x[:, :4, 0] + x[:, :4, 0].T,
+    'halves': lambda x: x.reshape(2, 2, 36).sum(0),
+    'callbacks': lambda x: jax.pure_callback(
+        np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method='sequential'
+    ),
+}
+
+
+def places(fun: Any) -> list[Any]:
+    program = jax.make_jaxpr(lambda x: jax.tree.leaves(fun(x)))(X)
+    return followed(program, [Examples()], len(X))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', APART)
+def test_examples_are_followed(name: str) -> None:
+    """The axis that is found is that of the examples: rows move with their examples."""
+    fun = jax.jit(APART[name])
+    found = places(fun)
+
+    def rows(x: Any) -> Any:
+        leaves = jax.tree.leaves(fun(x))
+        return [at.in_front(leaf, 4) for at, leaf in zip(found, leaves, strict=True)]
+
+    whole, other = rows(X), rows(X.at[1].set(9.0))
+    for ours, moved, changed in zip(whole, rows(X[ROWS]), other, strict=True):
+        np.testing.assert_allclose(ours[ROWS], moved, rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            np.delete(ours, 1, 0), np.delete(changed, 1, 0), rtol=2e-4, atol=1e-5
+        )
+    for at, ours, leaf in zip(found, whole, jax.tree.leaves(fun(X)), strict=True):
+        np.testing.assert_array_equal(at.back(ours, leaf.shape), leaf)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', MIXED)
+def test_what_mixes_examples(name: str) -> None:
+    """It is found, and never taken for a value of single examples."""
+    assert any(isinstance(place, Mixed) for place in places(MIXED[name]))
+
+
+class Net(nn.Module):
+    """A convolution, a normalization, a head; and a normalization of the batch."""
+
+    kind: str = ''
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Conv(3, (3, 3), name='first')(x[..., None])
+        x = nn.BatchNorm(use_running_average=self.kind != 'train', name='norm')(x)
+        x = nn.Conv(3, (3, 3), name='second')(nn.relu(x)).mean((1, 2))
+        if self.kind == 'head':
+            x = nn.BatchNorm(use_running_average=False, name='last')(x)
+        return nn.Dense(2, name='head')(x)
+
+
+def split(kind: str) -> tuple[Any, Any, Any, Any]:
+    """A loss that normalizes its labels by the batch, and its arguments."""
+    net = Net(kind)
+    variables = net.init(KEY, X)
+    params, stats = variables['params'], variables['batch_stats']
+
+    def loss(params: Any, stats: Any, x: Any, y: Any) -> Any:
+        variables = {'params': params, 'batch_stats': stats}
+        out = net.apply(variables, x, mutable=['batch_stats'])[0]
+        return jnp.mean((out[:, 0] - (y - y.mean()) / y.std()) ** 2)
+
+    data = X, jax.random.normal(KEY, (4,))
+    make = lambda: sg.precompute(  # noqa: E731
+        loss, params, stats, *data, argnums=(0, 1), wrt='0/head/**', examples=True
+    )
+    return make, loss, (params, stats), data
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('kind', ('', 'head'))
+def test_features_of_single_examples(kind: str) -> None:
+    """Kept once for a data set, shuffled and indexed; a batch mean is taken anew."""
+    make, loss, params, (x, y) = split(kind)
+    ahead = make()
+    features = (4, 3)
+    assert [k.shape for k in ahead.kept] == [(4,), features]
+    kept = [ahead.early(*params, x * n, y + n) for n in (1.0, 2.0)]
+    kept = jax.tree.map(lambda *rows: jnp.concatenate(rows), *kept)
+    rows = np.array([5, 0, 7, 2])
+    x, y = jnp.concatenate([x, x * 2.0]), jnp.concatenate([y + 1.0, y + 2.0])
+    batch = jax.tree.map(lambda leaf: leaf[rows], kept)
+    where = {'argnums': (0, 1), 'wrt': '0/head/**', 'unused': 'ignore'}
+    ours = sg.value_and_grad(ahead.late, **where)(*params, batch)
+    right = sg.value_and_grad(loss, **where)(*params, x[rows], y[rows])
+    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_mean_in_the_frozen_part() -> None:
+    """The error names the module behind it, and the line."""
+    with pytest.raises(
+        sg.errors.ArgumentTypeError,
+        match=r'^second is computed at each step: reduce_sum at test_examples.py:\d+ ',
+    ):
+        split('train')[0]()
+
+
+def test_examples_behind_other_axes() -> None:
+    """What has time in front, or merged with examples, is kept by example."""
+
+    def loss(params: Any, x: Any, key: Any) -> Any:
+        rows = x.reshape(24, 6) @ params['body']
+        _, (states, _) = time_scan(jnp.tanh(rows).reshape(4, 6, 6))
+        out = (jnp.tanh(rows) + states.reshape(24, 6)) @ params['head']
+        return jnp.sum(out) * jax.random.uniform(key)
+
+    params = {'body': W, 'head': W}
+    ahead = sg.precompute(loss, params, X, KEY, wrt='head', each=2, examples=True)
+    assert {k.shape for k in ahead.kept} == {(4, 6, 6)}
+    kept = ahead.early(params, X)
+    moved = jax.tree.map(lambda leaf: leaf[ROWS], kept)
+    np.testing.assert_allclose(
+        ahead.late(params, moved, KEY), loss(params, X[ROWS], KEY), rtol=1e-5
+    )
+
+
+def test_what_is_the_same_for_all_examples() -> None:
+    """A count of turns has no axis of examples: it cannot be indexed by them."""
+
+    def loss(params: Any, x: Any) -> Any:
+        n, y = lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ W), (0, x)
+        )
+        return jnp.sum(y @ params['head']) * n
+
+    with pytest.raises(
+        sg.errors.ArgumentTypeError,
+        match='is the same for all examples',
+    ):
+        sg.precompute(loss, {'head': W}, X, wrt='head', examples=True)
