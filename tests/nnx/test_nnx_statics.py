@@ -437,7 +437,7 @@ def test_a_shared_module_by_its_second_path_in_braces():
 
 
 def test_many_weights_that_are_not_shared_are_no_fault(monkeypatch):
-    monkeypatch.setattr(nnx_paths, 'MOST', 10)
+    monkeypatch.setattr(nnx_paths, 'MOST_PATHS', 10)
     model = nnx.List([Layer(nnx.Rngs(0)) for _ in range(20)])
     model.append(model[0])
     view = nnx.stop_gradient(model, '20/kernel')
