@@ -125,9 +125,10 @@ class Freeze:
                 out = map(_update, parameters, leaves.treedef.flatten_up_to(new))
                 updates = leaves.restore(out)
             except (ValueError, TypeError, KeyError) as error:
-                if _may_be_of(self.tx, state, shown):
+                is_of_all = not all(trained) and _is_of_all(self.tx, state, leaves)
+                if not is_of_all and _may_be_of(self.tx, state, shown):
                     raise
-                raise _foreign(leaves, trained) from error
+                raise _foreign(leaves, trained, is_of_all) from error
             cuts = any(isinstance(part, Choice) for part in trained)
             if cuts and _is_broadcast(self.tx, shown, state, after):
                 raise _foreign(leaves, trained)
@@ -339,6 +340,15 @@ def _may_be_of(tx: Any, state: Any, params: Any) -> bool:
     return begun.items() < now.items()
 
 
+def _is_of_all(tx: Any, state: Any, leaves: Leaves) -> bool:
+    """Whether a state has the shapes of one in which nothing is frozen."""
+    try:
+        made = jax.eval_shape(tx.init, leaves.restore(leaves.values))
+    except jax.errors.JAXTypeError:  # It asks for values.
+        return False
+    return _shapes_of(made) == _shapes_of(state)
+
+
 def _is_broadcast(tx: Any, params: Any, state: Any, after: Any) -> bool:
     """Whether moments of one row became those of several.
 
@@ -359,7 +369,9 @@ def _shapes_of(state: Any) -> dict[Any, tuple[int, ...]]:
     return {keys: np.shape(leaf) for keys, leaf in pairs}
 
 
-def _foreign(leaves: Leaves, trained: Sequence[Any]) -> errors.StructureError:
+def _foreign(
+    leaves: Leaves, trained: Sequence[Any], is_of_all: bool = False
+) -> errors.StructureError:
     paths = [path for path, part in zip(leaves.paths, trained, strict=True) if part]
     shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'
     problem = f'the state does not belong to what sg.freeze trains: {shown}.\n'
@@ -369,6 +381,12 @@ def _foreign(leaves: Leaves, trained: Sequence[Any]) -> errors.StructureError:
             'all that it may train.\n'
             'Make it without the condition: sg.freeze(tx, False).init(params), or keep '
             'what it knows: sg.adopt(tx, params, state).'
+        )
+    if is_of_all:
+        problem = (
+            f'{problem}It is a state of all parameters, as a traced condition needs '
+            'it; a bool that is known, as without jax.jit, leaves out what it freezes.'
+            '\n'
         )
     return errors.StructureError(
         f'{problem}Make it with tx.init(params), or keep what it knows: '

@@ -93,6 +93,9 @@ CASES: dict[str, Any] = {
         VECTORS, sg.freeze(optax.sgd(0.1, 0.9), 'a').init(VECTORS), VECTORS
     ),
     'the state of another selection': lambda: state_of('body/w'),
+    'a state of all parameters, as a traced condition needs it': lambda: frozen.update(
+        VECTORS, adam.init(VECTORS), VECTORS
+    ),
     'a state that lacks what a traced condition may train': lambda: jax.jit(paused)(0),
     'the state of another optimizer': lambda: sg.adopt(
         adam, PARAMS, optax.sgd(0.1, 0.9).init(PARAMS)
