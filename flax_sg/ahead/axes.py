@@ -33,7 +33,7 @@ _ELEMENTWISE = frozenset(
     )
 )
 # Each operand for itself.
-_SAME_VALUE = frozenset(
+EACH_BY_ITSELF = frozenset(
     (
         *('device_put', 'layout_constraint', 'optimization_barrier', 'pcast', 'pvary'),
         *('reshard', 'sharding_constraint'),
@@ -69,8 +69,6 @@ def axes_of(eqn: Any) -> list[Axes] | None:
     outs = [tuple(var.aval.shape) for var in eqn.outvars]
     if name in _ELEMENTWISE:
         return [_in_place(ins, out) for out in outs]
-    if name in _SAME_VALUE:
-        return [[((n, j),) for j in range(len(out))] for n, out in enumerate(outs)]
     if name in _ALONG:
         along = _as_set(eqn.params.get(_ALONG[name], len(outs[0]) - 1))
         return [_in_place(ins, out, along) for out in outs]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from flax_sg import errors
-from flax_sg.ahead.axes import Axes, axes_of
+from flax_sg.ahead.axes import EACH_BY_ITSELF, Axes, axes_of
 from flax_sg.ahead.steps import Step
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
@@ -188,6 +188,8 @@ class _Walk:
         is_call = name in (*jaxprs.JITTED, *jaxprs.CHECKPOINTS, *jaxprs.CUSTOM_CALLS)
         if is_call:
             return self.body(jaxprs.closed_body_of(eqn), ins, Site(eqn, site))
+        if name in EACH_BY_ITSELF:
+            return [*ins]
         if name in ('cond', 'while', 'scan'):
             return getattr(self, f'_{name}')(eqn, ins, site)
         if mixed is not None:

@@ -179,10 +179,10 @@ def _padded(op: Operation) -> Mask | None:
     return out if op.is_steady(1) else None
 
 
-def _selected(op: Operation) -> Mask | None:
+def _selected(op: Operation) -> Mask:
     which, *cases = op.masks
     if which.any():
-        return None
+        return op.all
     chosen = op.constant(0)
     if chosen is None or not chosen.ndim or not op.eqn.outvars[0].aval.shape:
         return np.logical_or.reduce(cases)
@@ -207,15 +207,12 @@ def _gathered(op: Operation) -> Mask | None:
 
 def _scattered(op: Operation) -> Mask | None:
     indices, dims = op.constant(1), op.eqn.params['dimension_numbers']
-    rank = len(op.shape(0))
     is_of_rows = dims.scatter_dims_to_operand_dims == (0,)
     is_of_rows &= dims.operand_batching_dims == () and op.is_steady(1)
     if indices is None or not is_of_rows:
         return None
     windows, inserted = dims.update_window_dims, dims.inserted_window_dims
     size = 1 if inserted else op.shape(2)[windows[0]]
-    if len(windows) != rank - len(inserted):
-        return None
     out = op.masks[0].copy()
     rows = indices.reshape(-1, 1) + np.arange(size)
     rows = rows[(rows >= 0) & (rows < len(out))]

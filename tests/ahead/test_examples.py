@@ -1,5 +1,6 @@
 """``examples=True``: each example by itself, found in the program and compared."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -104,6 +105,8 @@ APART: dict[str, Any] = {
         x.reshape(4, 36) + jnp.zeros((4, 36)) @ jnp.eye(36)
     ),
     'nothing': lambda x: jnp.zeros((4, 0)) + x[:, 0, :0],
+    'a barrier': lambda x: lax.optimization_barrier((x, 2 * x)),
+    'one for several': lambda x: lax.broadcast_in_dim(x[:, :1], (4, 5, 6), (0, 1, 2)),
     'integers': lambda x: lax.bitcast_convert_type(x, jnp.int32) >> 3,
 }
 # Programs that mix them, or that make something of their positions.
@@ -140,6 +143,21 @@ MIXED: dict[str, Any] = {
         0, 2, lambda _, y: jnp.swapaxes(y, 0, 1), x[:, :4]
     ),
     'axes that cross': lambda x: x[:, :4, 0] + x[:, :4, 0].T,
+    'groups of examples': lambda x: lax.conv_general_dilated(
+        x[..., None],
+        jnp.ones((2, 2, 1, 2)),
+        (1, 1),
+        'SAME',
+        dimension_numbers=NCHW,
+        batch_group_count=2,
+    ),
+    'a branch by all': lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
+    'a loop until all': lambda x: lax.while_loop(
+        lambda y: y.sum() < 100, lambda y: y * 2, x * x + 1
+    ),
+    'a mean at each time': lambda x: lax.scan(
+        lambda c, row: (c, row - row.mean(0, keepdims=True)), 0, x.swapaxes(0, 1)
+    )[1],
     'halves': lambda x: x.reshape(2, 2, 36).sum(0),
     'callbacks': lambda x: jax.pure_callback(
         np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method='sequential'
@@ -229,6 +247,33 @@ def test_features_of_single_examples(kind: str) -> None:
     where = {'argnums': (0, 1), 'wrt': '0/head/**', 'unused': 'ignore'}
     ours = sg.value_and_grad(ahead.late, **where)(*params, batch)
     right = sg.value_and_grad(loss, **where)(*params, x[rows], y[rows])
+    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('is_mixed', (False, True))
+def test_a_loop_of_which_a_part_is_known(is_mixed: bool) -> None:
+    """What is stacked over time has the examples in front; a mean is taken anew."""
+    params = {'frozen': W, 'trained': W.T}
+
+    def loss(params: Any, x: Any) -> Any:
+        def turn(h: Any, row: Any) -> Any:
+            row = row - row.mean(0, keepdims=True) if is_mixed else row
+            return jnp.tanh(h @ params['trained'] + jnp.sin(row @ params['frozen'])), h
+
+        return jnp.sum(lax.scan(turn, x[:, 0], x.swapaxes(0, 1))[1] ** 2)
+
+    said = pytest.warns(UserWarning, match='Nothing is') if is_mixed else nullcontext()
+    with said:
+        ahead = sg.precompute(loss, params, X, wrt='trained', examples=True)
+    kept = [ahead.early(params, x) for x in (X, X * 2)]
+    kept = jax.tree.map(lambda *rows: jnp.concatenate(rows), *kept)
+    rows = np.array([2, 7, 5, 1])
+    batch = jax.tree.map(lambda leaf: leaf[rows], kept)
+    x = jnp.concatenate([X, X * 2])[rows]
+    ours = sg.value_and_grad(ahead.late, wrt='trained')(params, batch)
+    right = sg.value_and_grad(loss, wrt='trained')(params, x)
     for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 

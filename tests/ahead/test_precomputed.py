@@ -271,6 +271,44 @@ def test_a_subtree_may_be_absent():
         ahead.early(away, X)
 
 
+class Broken:
+    """A value that cannot be compared."""
+
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError
+
+    __hash__ = object.__hash__
+
+
+def test_constants_of_the_split():
+    """Values without arrays and holes of the data have to be those of the trace."""
+
+    def fun(params: Any, data: Any) -> Any:
+        return loss(params, data['x']), {'count': 3, 'x': data['x']}
+
+    data = {'x': X, 'none': sg.ABSENT, 'tool': Broken()}
+    ahead = sg.precompute(fun, PARAMS, data, wrt='head/**')
+    kept = ahead.early(PARAMS, data)
+    assert_same(ahead.late(PARAMS, kept)[0], loss(PARAMS, X))
+    assert 'float32[3,4]' in str(ahead)
+    with pytest.raises(sg.errors.ArgumentTypeError, match='tool in argument 1'):
+        ahead.early(PARAMS, {**data, 'tool': Broken()})
+
+
+def test_what_is_trained_while_a_condition_holds():
+    """A traced condition: what it may train changes."""
+
+    def grads(flag: Any) -> Any:
+        wrt = sg.where('head/**') & flag
+        ahead = sg.precompute(loss, PARAMS, X, wrt=wrt)
+        return sg.grad(ahead.late, wrt=wrt)(PARAMS, ahead.early(PARAMS, X))
+
+    for flag in (True, False):
+        right = sg.grad(loss, wrt='head/**')(PARAMS, X)
+        right = jax.tree.map(lambda g, flag=flag: g * float(flag), right)
+        assert_same(jax.jit(grads)(flag), right)
+
+
 def test_no_array_is_held():
     """A split keeps shapes: 8 billion frozen weights can leave the device."""
     params = jax.tree.map(lambda x: x + 1, PARAMS)

@@ -11,11 +11,15 @@ from jax import lax
 
 import flax_sg as sg
 from flax_sg import linen as nn
+from flax_sg.ahead.rows import Rows
+from flax_sg.ahead.walk import Walk
+from flax_sg.flow.flat import Site
 
 LAYERS = 5
 STACK = jax.random.normal(jax.random.key(0), (LAYERS, 4, 4)) / 2
 PARAMS: Any = {'stack': STACK, 'head': jnp.linspace(-1.0, 1.0, 4)}
 X = jax.random.normal(jax.random.key(1), (3, 4))
+KEY = jax.random.key(4)
 ABOVE = sg.at('stack', np.s_[2:])
 
 
@@ -78,6 +82,105 @@ def test_a_loop_over_a_stack(reverse: bool):
     assert_split(loss, PARAMS, [above, 'head'], [2], [3])
     assert_split(loss, PARAMS, above, [2], [3])
     assert_split(loss, PARAMS, 'head', [5], [])
+
+
+# Functions of a stack, and whether the rows that are found are those that differ.
+MOVES: dict[str, tuple[Any, bool]] = {
+    'as it is': (lambda w: lax.optimization_barrier((w, 2 * w)), True),
+    'elementwise': (lambda w: jnp.where(w > 0, w, -w) * 2 + 1, True),
+    'a cast': (lambda w: w.astype(jnp.bfloat16), True),
+    'rows taken apart': (lambda w: w.reshape(10, 2, 4), True),
+    'rows in a row': (lambda w: w[:4].reshape(2, 2, 4, 4), True),
+    'rows across': (lambda w: w[:3, :2, :2].reshape(4, 3), False),
+    'one number': (lambda w: w[:1, 0, 0].reshape(()), True),
+    'a vector': (lambda w: w[3, 1, 1].reshape(1), True),
+    'no row': (lambda w: w[:0].reshape(0, 16), True),
+    'some': (lambda w: (w[1:4], w[::2], w[0], w[4:]), True),
+    'at an index': (lambda w: lax.dynamic_slice(w, (4, 0, 0), (2, 4, 4)), True),
+    'at an index of its own': (
+        lambda w: lax.dynamic_slice(w, (w.argmax() % 3, 0, 0), (2, 4, 4)),
+        False,
+    ),
+    'written': (lambda w: lax.dynamic_update_slice(w, w[:1] * 2, (3, 0, 0)), True),
+    'written in part': (
+        lambda w: lax.dynamic_update_slice(w, w[:1, :2], (3, 0, 0)),
+        True,
+    ),
+    'written at its own index': (
+        lambda w: lax.dynamic_update_slice(w, w[:1], (w.argmax() % 3, 0, 0)),
+        False,
+    ),
+    'squeezed': (lambda w: (w[:, :1].squeeze(1), w[2:3].squeeze(0)), True),
+    'wider': (
+        lambda w: (w[..., None], w[None], jnp.broadcast_to(w[0], (3, 4, 4))),
+        True,
+    ),
+    'turned': (lambda w: (w.swapaxes(1, 2), w.swapaxes(0, 1)), True),
+    'turned around': (lambda w: (w[::-1], w[:, ::-1]), True),
+    'put together': (
+        lambda w: (jnp.concatenate([w, w[::-1]]), jnp.concatenate([w, w[::-1]], 1)),
+        True,
+    ),
+    'stacked': (lambda w: (jnp.stack([w[0], w[4]]), jnp.stack([w, w], 1)), True),
+    'taken apart': (lambda w: (*jnp.split(w, [2]), *jnp.split(w, 2, 1)), True),
+    'one by one': (lambda w: (*jnp.unstack(w), *jnp.unstack(w, axis=1)), True),
+    'padded': (lambda w: lax.pad(w, 0.0, ((1, -1, 1), (0, 0, 0), (0, 0, 0))), True),
+    'padded with its own': (
+        lambda w: lax.pad(w, w[4, 0, 0], ((0, 1, 0), (0, 0, 0), (0, 0, 0))),
+        False,
+    ),
+    'chosen by a mask': (
+        lambda w: jnp.where(jnp.arange(5)[:, None, None] < 3, w, jnp.ones((5, 4, 4))),
+        True,
+    ),
+    'chosen by a large mask': (
+        lambda w: jnp.where((jnp.arange(1 << 21) < 3)[:5, None, None], w, 1.0),
+        False,
+    ),
+    'chosen by noise': (
+        lambda w: jnp.where(jax.random.bernoulli(KEY, 0.5, (5, 1, 1)), w, 1.0),
+        False,
+    ),
+    'at an index that was sorted': (
+        lambda w: lax.dynamic_slice(
+            w, (jnp.sort(jnp.arange(4, 2, -1))[0], 0, 0), (1, 4, 4)
+        ),
+        False,
+    ),
+    'chosen by a bool': (lambda w: jnp.where(w[0, 0, 0] > 0, w, 1.0), True),
+    'chosen by its own': (lambda w: jnp.where(w[4, 0, 0] > 0, w, -w), False),
+    'by indices': (lambda w: w[np.array([4, 0, 1])], True),
+    'by its own indices': (lambda w: w[w[:, 0, 0].argsort()], False),
+    'by indices of columns': (lambda w: w[:, np.array([2, 0])], False),
+    'rows written': (lambda w: w.at[np.array([1, 4])].set(w[:2] * 2), False),
+    'rows added': (lambda w: w.at[3:5].add(w[:2]), True),
+    'at its own': (lambda w: w.at[w[:2, 0, 0].astype(int)].set(w[0]), False),
+    'columns written': (lambda w: w.at[:, 1].set(w[:, 0]), False),
+    'a product': (lambda w: jnp.einsum('bij,bjk->bik', w, w), False),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', MOVES)
+def test_which_rows_an_operation_changes(name: str):
+    """Rows that are said to be known are the same, whatever stands in the others."""
+    fun, is_exact = MOVES[name]
+    changes = np.array([False, False, True, False, True])
+    walk = Walk({})
+    program = jax.make_jaxpr(lambda w: jax.tree.leaves(fun(w)))(STACK)
+    stack, twin = (walk.new(program.in_avals[0]) for _ in range(2))
+    walk.rows[stack], walk.changing = Rows(changes, twin), {stack}
+    found = [*map(walk.changes, walk.walk(program, [stack], Site()))]
+    differ = [np.zeros_like(mask) for mask in found]
+    for factor in (-3.0, 0.0, 0.7, jnp.nan):
+        other = jnp.where(changes[:, None, None], STACK * factor + 0.5, STACK)
+        pairs = zip(*(jax.tree.leaves(fun(w)) for w in (STACK, other)), strict=True)
+        for mask, (a, b) in zip(differ, pairs, strict=True):
+            is_other = np.asarray(a != b)
+            mask |= is_other.any(tuple(range(1, is_other.ndim)))
+    for mask, other in zip(found, differ, strict=True):
+        assert not (other & ~mask).any()
+        assert not is_exact or (other == mask).all()
 
 
 class Layer(nn.Module):
@@ -220,6 +323,37 @@ def test_layers_by_an_index():
         return jnp.sum(lax.scan(turn, x, jnp.array([0, -1, 1, -1]))[0])
 
     assert_split(loss, PARAMS, ABOVE, [2], [2])
+
+
+def test_loops_that_stay_whole():
+    """Frozen layers behind a trained one; cheap layers; a stack as output."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def turn(h: Any, t: Any) -> Any:
+            w = lax.dynamic_index_in_dim(params['stack'], t, keepdims=False)
+            return jnp.tanh(h @ w) + x, None
+
+        h, _ = lax.scan(turn, x * params['head'][None], jnp.array([0, 1, 1]))
+        a, _ = lax.scan(lambda a, w: (a * w[:1], None), x, params['stack'])
+        twice = lax.scan(lambda a, _: (a, params['stack']), x, None, 2)[1]
+        return jnp.sum(h) + jnp.sum(a) + jnp.sum(twice)
+
+    assert_split(loss, PARAMS, [ABOVE, 'head'], [], [3])
+
+
+def test_rows_of_keys():
+    """Keys have no zeros: of fixed keys and others that change, all are made anew."""
+
+    def loss(params: Any, keys: Any) -> Any:
+        every = jnp.concatenate([jax.random.split(KEY, 3), keys])
+        noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(every)
+        return jnp.sum(noise @ params['head'])
+
+    keys = jax.random.split(jax.random.key(5))
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        ahead = sg.precompute(loss, PARAMS, keys, wrt='head', each=1)
+    ours = sg.grad(ahead.late, wrt='head')(PARAMS, ahead.early(PARAMS), keys)
+    assert_same(ours, sg.grad(loss, wrt='head')(PARAMS, keys))
 
 
 def test_rows_that_cannot_be_told():
