@@ -116,7 +116,7 @@ class _Loop(NamedTuple):
         given = dict(zip((*self.inputs, *self.stacked), values, strict=True))
         fixed = {*range(carry.start), *(rows.twin for rows in parts.rows.values())}
         consts = {n: x for n, x in given.items() if n in fixed}
-        carried = [n for n in given if n in carry]
+        carried = [carry[k] for k in self.outputs if k < len(carry)]
         along = [n for n in given if n not in consts and n not in carried]
         next_ones = [parts.outputs[k] for k in self.outputs if k < len(carry)]
         rows = [parts.outputs[k] for k in self.outputs if k >= len(carry)]

@@ -77,6 +77,20 @@ def test_a_carry_that_does_not_change():
     assert_split(fun, XS, once=1)
 
 
+def test_a_turn_reads_what_the_last_one_made_of_a_carry_that_does_not_change():
+    """The carry is kept as it is before each turn, and is no carry of the late loop."""
+
+    def fun(params: Any, xs: Any) -> Any:
+        def body(carry: Any, x: Any) -> Any:
+            a, total = carry
+            return (jnp.tanh(a @ params['torso'] + x), total + a @ params['head']), a
+
+        (_, total), states = lax.scan(body, (XS[0], jnp.zeros((3, 4))), xs)
+        return jnp.sum(total**2) + jnp.sum(states @ params['cell'])
+
+    assert_split(fun, XS, once=1)
+
+
 def test_a_carry_that_changes_after_a_turn():
     """What is known before the first turn alone stays in the loop."""
 
