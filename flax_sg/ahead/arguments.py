@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -12,6 +12,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import shown
 from flax_sg.flow.traced import holds_arrays
 from flax_sg.internals import jaxprs
+from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import (
     ABSENT,
     Leaves,
@@ -19,6 +20,9 @@ from flax_sg.trees.leaves import (
     is_whole,
     leaves_of,
 )
+
+# A position, or the name of an argument that is given by name.
+Name: TypeAlias = int | str
 
 
 class Argument(NamedTuple):
@@ -34,7 +38,7 @@ class Argument(NamedTuple):
         constants: these leaves by their number. Others in their place are refused.
     """
 
-    name: int | str
+    name: Name
     word: str
     treedef: Any
     paths: list[str]
@@ -44,7 +48,7 @@ class Argument(NamedTuple):
     @classmethod
     def of(
         cls,
-        name: int | str,
+        name: Name,
         word: str,
         tree: Leaves,
         inputs: list[Any],
@@ -135,6 +139,18 @@ class Argument(NamedTuple):
             'Give such a tree, with sg.ABSENT for a leaf or a subtree that is not read.'
         )
 
+    def holders(self, given: Any) -> list[Any]:
+        """For each leaf the Variable of NNX that holds it, or something else."""
+        found: list[Any] = []
+
+        def note(holder: Any, below: Any) -> None:
+            found.extend([holder] * len(jax.tree.leaves(below)))
+
+        skeleton = jax.tree.unflatten(self.treedef, range(len(self.paths)))
+        is_leaf = lambda x: is_variable(x) or is_whole(x)  # noqa: E731
+        jax.tree.map(note, leaves_of(given).tree, skeleton, is_leaf=is_leaf)
+        return found
+
     def _check_constant(self, number: int, leaf: Any) -> None:
         traced = self.constants[number]
         try:
@@ -198,3 +214,29 @@ def check(where: str, array: Any, aval: Any) -> None:
             'Write jax.shard_map(..., check_vma=False), or call sg.precompute in the '
             'mapped function.'
         )
+
+
+def named_in(
+    each: Name | Sequence[Name], count: int, kwargs: Mapping[str, Any], own: Any
+) -> tuple[Name, ...]:
+    """The arguments that ``each=`` names, in the order in which it does."""
+    names = [each] if isinstance(each, (int, str)) else [*each]
+    found: list[Name] = []
+    for name in names:
+        if isinstance(name, int) and -count <= name < count:
+            found.append(name % count)
+        elif name in kwargs:
+            found.append(name)
+        else:
+            raise errors.ArgumentTypeError(
+                f'each={each!r} names {name!r}, and fun gets {count} arguments'
+                f'{" and " + ", ".join(kwargs) if kwargs else ""}.\n'
+                'Give positions, counted from 0, or names of keyword arguments.'
+            )
+        if found[-1] in own:
+            raise errors.ArgumentTypeError(
+                f'each={each!r} names argument {name}, which holds the parameters.\n'
+                'Which of them change, wrt= says.\n'
+                'Leave it out of each=.'
+            )
+    return tuple(dict.fromkeys(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -14,17 +14,17 @@ import numpy as np
 from flax import linen
 
 from flax_sg import errors, filters
-from flax_sg.ahead.arguments import Argument, check, words_of
+from flax_sg.ahead.arguments import Argument, Name, check, named_in, words_of
 from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.report import Root, kept_of, obstacles, report
 from flax_sg.ahead.rows import Mask
 from flax_sg.ahead.split import split
 from flax_sg.ahead.steps import Split, Step
+from flax_sg.ahead.writes import Watch, Write, put
+from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import DECLARED, Declared, chosen
-
-Name = int | str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,6 +42,7 @@ class Precomputed:
     _each: tuple[Name, ...]
     _out: Any
     _outputs: tuple[str, ...]
+    _writes: list[Write]
     _batch: Batch | None
     _roots: dict[int, Root]
 
@@ -72,7 +73,9 @@ class Precomputed:
     def late(self, *args: Any, **kwargs: Any) -> Any:
         """The function, of its parameters, what is kept, and what is in ``each=``.
 
-        Parameters that ``wrt=`` of ``precompute`` does not name have no gradient.
+        Parameters that ``wrt=`` of ``precompute`` does not name have no gradient. What
+        the function writes to a model of NNX is written: running averages, counts of
+        random keys.
         """
         first = len(self._params)
         names: list[Name] = [*self._params, *self._each]
@@ -97,7 +100,13 @@ class Precomputed:
             kept = self._batch.back(self._split.kept, kept, self._split.avals)
         values.update(zip(self._split.kept, kept, strict=True))
         out = self._run('late', self._split.late, values, self._split.outputs)
-        return jax.tree.unflatten(self._out, out)
+        count = self._out.num_leaves
+        positions = (name for name in names if isinstance(name, int))
+        given = {**dict(zip(positions, others, strict=True)), **kwargs}
+        written = {write.name for write in self._writes}
+        holders = {n: self._arguments[n].holders(given[n]) for n in written}
+        put(self._writes, holders, out[count:])
+        return jax.tree.unflatten(self._out, out[:count])
 
     def _stopped(self, slot: int, array: Any) -> Any:
         """An input whose gradient ends where it does not change."""
@@ -217,6 +226,7 @@ def precompute(
         wrt: the parameters that are trained: those that change from step to step, or
             rows of these. Of a stack, the first layers are computed once if they are
             frozen. Give what ``sg.live`` returns; by default all parameters change.
+            Variables of NNX that the function writes change, too.
         each: the positions, or names, of other arguments that change: keys, a step, a
             state.
         examples: whether all data hold examples along their first axis. Then all that
@@ -240,7 +250,7 @@ def precompute(
     """
     args = (params, *args)
     own = arguments_of(args, argnums)
-    changing = _names(each, len(args), kwargs, own)
+    changing = named_in(each, len(args), kwargs, own)
     trained = dict(zip(own, chosen([*own.values()], wrt), strict=True))
     trees: dict[Name, Leaves] = dict(enumerate(map(leaves_of, args)))
     trees.update({name: leaves_of(arg) for name, arg in kwargs.items()})
@@ -257,13 +267,21 @@ def precompute(
 
     def of_arrays(arrays: list[Any]) -> list[Any]:
         given = {name: arguments[name].restored(trees[name], arrays) for name in trees}
+        watches = {name: Watch(arguments[name], arg) for name, arg in given.items()}
         named = {name: given[name] for name in kwargs}
         out = run(*(given[n] for n in range(len(args))), **named)
         pairs, treedef = jax.tree_util.tree_flatten_with_path(out)
-        form[:] = treedef, tuple(path_of(keys) for keys, _ in pairs)
-        return [leaf for _, leaf in pairs]
+        found = {name: [*watch.writes()] for name, watch in watches.items()}
+        written = [pair for name in (*own, *changing) for pair in found.pop(name)]
+        lost = [arguments[name].title for name, writes in found.items() if writes]
+        new = [x for _, arrays in written for x in arrays]
+        paths = *(path_of(keys) for keys, _ in pairs), *('' for _ in new)
+        form[:] = treedef, paths, [write for write, _ in written], lost
+        return [*(leaf for _, leaf in pairs), *new]
 
     program = jax.make_jaxpr(of_arrays)(inputs)
+    treedef, paths, writes, lost = form
+    written = {slot for write in writes for slot in write.slots}
     changes: list[bool | Mask] = [False] * len(inputs)
     is_data = [False] * len(inputs)
     for name, argument in arguments.items():
@@ -271,20 +289,29 @@ def precompute(
             for slot in slots:
                 if name in own:
                     path, leaf = trees[name].paths[number], trees[name].values[number]
-                    changes[slot] = _trained(trained[name][number], leaf, path)
+                    takes = slot in written or trained[name][number]
+                    changes[slot] = _trained(takes, leaf, path)
                 else:
                     changes[slot] = name in changing
                 is_data[slot] = name not in own
     data = [a for name, a in arguments.items() if name not in (*own, *changing)]
     batch = Batch(_arrays(data, program.in_avals)) if examples else None
     parts = split(program, changes, is_data, mixes=batch and batch.mixes)
-    roots = _roots(arguments, own, batch)
+    roots = _roots(arguments, own, written, batch)
     if batch is not None:
         _check_apart(parts, batch, roots)
-    treedef, paths = form
     made = Precomputed(
-        parts, arguments, tuple(own), changing, treedef, paths, batch, roots
+        *(parts, arguments, tuple(own), changing, treedef),
+        *(paths, writes, batch, roots),
     )
+    if lost:
+        warnings.warn(
+            f'{describe(fun)} writes to {lost[0]}, a model of NNX, and early and late '
+            'do not.\n'
+            'Name the argument in argnums=, so that late writes to it, or call its '
+            'eval().',
+            stacklevel=2,
+        )
     if not parts.early:
         warnings.warn(
             'Nothing is computed once: all that costs something reads what changes.\n'
@@ -318,7 +345,10 @@ def _arrays(
 
 
 def _roots(
-    arguments: Mapping[Name, Argument], own: Collection[Name], batch: Batch | None
+    arguments: Mapping[Name, Argument],
+    own: Collection[Name],
+    written: Set[int],
+    batch: Batch | None,
 ) -> dict[int, Root]:
     """What the inputs are, and the values in which examples are mixed."""
     mixed = batch.mixed if batch else {}
@@ -329,6 +359,8 @@ def _roots(
             kind = 'parameter' if is_own else 'argument'
             root = Root(path if is_own else argument.title, kind, path)
             roots.update(dict.fromkeys(slots, root))
+            state = dict.fromkeys(written & {*slots}, Root(path, 'written', path))
+            roots.update(state)
     return roots
 
 
@@ -348,29 +380,3 @@ def _check_apart(parts: Split, batch: Batch, roots: Mapping[int, Root]) -> None:
             "Write nn.Frozen(module, state='eval') for a module that normalizes over "
             'the batch, or leave examples= out.'
         )
-
-
-def _names(
-    each: Name | Sequence[Name], count: int, kwargs: Mapping[str, Any], own: Any
-) -> tuple[Name, ...]:
-    """The arguments that ``each=`` names, in the order in which it does."""
-    names = [each] if isinstance(each, (int, str)) else [*each]
-    found: list[Name] = []
-    for name in names:
-        if isinstance(name, int) and -count <= name < count:
-            found.append(name % count)
-        elif name in kwargs:
-            found.append(name)
-        else:
-            raise errors.ArgumentTypeError(
-                f'each={each!r} names {name!r}, and fun gets {count} arguments'
-                f'{" and " + ", ".join(kwargs) if kwargs else ""}.\n'
-                'Give positions, counted from 0, or names of keyword arguments.'
-            )
-        if found[-1] in own:
-            raise errors.ArgumentTypeError(
-                f'each={each!r} names argument {name}, which holds the parameters.\n'
-                'Which of them change, wrt= says.\n'
-                'Leave it out of each=.'
-            )
-    return tuple(dict.fromkeys(found))

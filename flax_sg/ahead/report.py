@@ -24,7 +24,7 @@ class Root(NamedTuple):
     Attributes:
         name: the path of a parameter, the name of another argument, or the operation
             that mixes examples and its line.
-        kind: ``'parameter'``, ``'argument'`` or ``'mix'``.
+        kind: ``'parameter'``, ``'argument'``, ``'written'`` or ``'mix'``.
         path: where it is in its argument.
     """
 
@@ -109,6 +109,7 @@ class Obstacle(NamedTuple):
         why = {
             'parameter': f'it reads {name}, which is trained, at {self.line}',
             'argument': f'{name}, which is in each=, enters at {self.line}',
+            'written': f'{name}, which the function writes, enters at {self.line}',
             'mix': f'{name} mixes the examples of a batch',
         }
         return f'{self.module} is computed at each step: {why[self.reason.kind]}.'

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import flax_sg as sg
 
@@ -34,6 +35,10 @@ def noisy(params: Any, x: Any) -> Any:
     return loss(params, x)
 
 
+def distilled(params: Any, teacher: Any, x: Any) -> Any:
+    return loss(params, x - teacher(x))
+
+
 def mapped(check_vma: bool) -> Any:
     mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec('data')
@@ -58,6 +63,9 @@ CASES: dict[str, Any] = {
         noisy, PARAMS, X, wrt='head'
     ),
     'nothing to compute once': lambda: sg.precompute(loss, PARAMS, X, each=1),
+    'a teacher that draws another mask at each step': lambda: sg.precompute(
+        distilled, PARAMS, nnx.Dropout(0.5, rngs=nnx.Rngs(0)), X, wrt='head'
+    ),
     'a batch of another size': lambda: split().early(PARAMS, X[:2]),
     'other parameters computed once': lambda: split().early(
         {'head': PARAMS['head']}, X

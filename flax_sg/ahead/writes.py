@@ -1,0 +1,76 @@
+"""What a function writes to models of NNX among its arguments: ``late`` writes it, too.
+
+Counts of random keys and running averages are written in place. They change from step
+to step, whatever is trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from flax_sg.ahead.arguments import Argument, Name
+from flax_sg.trees.leaf_types import is_variable
+
+
+class Write(NamedTuple):
+    """A Variable that a function writes.
+
+    Attributes:
+        name: the argument that it is in.
+        numbers: its leaves in the argument.
+        slots: the inputs of the program that hold what is written over.
+        treedef: what puts the Variable together.
+    """
+
+    name: Name
+    numbers: list[int]
+    slots: list[int]
+    treedef: Any
+
+
+def put(
+    writes: Iterable[Write],
+    holders: Mapping[Name, Sequence[Any]],
+    values: Iterable[Any],
+) -> None:
+    """Writes the Variables that a function writes.
+
+    Args:
+        writes: the Variables.
+        holders: for each argument what holds its leaves.
+        values: the arrays for all of them.
+    """
+    arrays = iter(values)
+    for name, numbers, _, treedef in writes:
+        new = treedef.unflatten([*itertools.islice(arrays, treedef.num_leaves)])
+        variable = holders[name][numbers[0]]
+        if is_variable(variable):  # It may be ABSENT.
+            variable.update_from_state(new)
+
+
+class Watch:
+    """Looks at the Variables of an argument before a function runs, and after it."""
+
+    def __init__(self, argument: Argument, given: Any) -> None:
+        self._argument = argument
+        variables: dict[int, tuple[Any, list[int]]] = {}
+        for number, holder in enumerate(argument.holders(given)):
+            if is_variable(holder):
+                variables.setdefault(id(holder), (holder, []))[1].append(number)
+        self._rows = [
+            (variable, numbers, jax.tree.leaves(variable))
+            for variable, numbers in variables.values()
+        ]
+
+    def writes(self) -> Iterator[tuple[Write, list[Any]]]:
+        """The Variables that were written since, and the arrays that are in them."""
+        for variable, numbers, before in self._rows:
+            arrays, treedef = jax.tree.flatten(variable)
+            if [*map(id, arrays)] != [*map(id, before)]:
+                slots = [slot for n in numbers for slot in self._argument.slots[n]]
+                name = self._argument.name
+                yield Write(name, numbers, slots, treedef), arrays

@@ -1,0 +1,109 @@
+"""What a function writes to a model of NNX, beside the function itself."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_sg as sg
+
+X = jax.random.normal(jax.random.key(5), (6, 4))
+
+
+class Seen(nnx.Variable[Any]):
+    """Two sums and a count in one Variable."""
+
+
+class Net(nnx.Module):
+    """A frozen body with statistics; behind it dropout and a head."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.body = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(4, 2, rngs=rngs)
+        self.seen = Seen({'head': jnp.zeros(2), 'count': 0})
+
+    def __call__(self, x: Any) -> Any:
+        out = self.head(self.drop(jnp.tanh(self.norm(self.body(x)))))
+        head, count = self.seen['head'], self.seen['count']
+        new = Seen({'head': head + out.sum(0), 'count': count + 1})
+        self.seen.update_from_state(new)
+        return out
+
+
+def fun(model: Any, x: Any) -> Any:
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('jit', (lambda f: f, nnx.jit), ids=('eager', 'jit'))
+def test_steps_go_on_as_those_of_the_function(jit: Any):
+    """Each draws another mask, and averages move, also those of the frozen part."""
+    model, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    ahead = sg.precompute(fun, model, X, wrt='head/**')
+    assert [k.shape for k in ahead.kept] == [(4,), (4,), (6, 4)]
+    kept = jit(ahead.early)(model, X)
+    wrt = nnx.DiffState(0, nnx.PathContains('head'))
+    ours = jit(nnx.value_and_grad(ahead.late, argnums=wrt))
+    right = jit(nnx.value_and_grad(fun, argnums=wrt))
+    values: list[float] = []
+    for _ in range(3):
+        mine, theirs = ours(model, kept), right(other, X)
+        values.append(mine[0])
+        states = nnx.state(model), nnx.state(other)
+        assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+        pairs = zip(
+            *map(jax.tree.leaves, ((mine, states[0]), (theirs, states[1]))), strict=True
+        )
+        for a, b in pairs:
+            if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                a, b = map(jax.random.key_data, (a, b))
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert len({*map(float, values)}) == 3
+
+
+def test_dropout_in_the_frozen_part():
+    """It draws at each step, so nothing behind it is computed once."""
+
+    class Noisy(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.body = nnx.Linear(4, 4, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+            self.tower = nnx.Linear(4, 4, rngs=rngs)
+            self.head = nnx.Linear(4, 2, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.head(self.tower(self.drop(self.body(x))))
+
+    model = Noisy(nnx.Rngs(0))
+    ahead = sg.precompute(fun, model, X, wrt='head/**')
+    text = 'tower is computed at each step: drop/rngs/count, which the function writes'
+    assert text in str(ahead)
+    model.drop.eval()
+    still = sg.precompute(fun, model, X, wrt='head/**')
+    assert 'at each step' not in str(still)
+    assert [k.shape for k in still.kept] == [(6, 4)]
+
+
+def test_a_teacher_among_the_data():
+    """What is written to it cannot go on from step to step: said once."""
+    model, teacher = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+
+    def distill(model: Any, teacher: Any, x: Any) -> Any:
+        return jnp.mean((model(x) - teacher(x)) ** 2)
+
+    with pytest.warns(UserWarning, match=r'distill .*writes to argument 1 \(teacher\)'):
+        sg.precompute(distill, model, teacher, X, wrt='head/**')
+    ahead = sg.precompute(distill, model, teacher, X, wrt='0/head/**', argnums=(0, 1))
+    other, other_teacher = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+    kept = ahead.early(model, teacher, X)
+    for _ in range(2):
+        ours = ahead.late(model, teacher, kept)
+        right = distill(other, other_teacher, X)
+        np.testing.assert_allclose(ours, right, rtol=1e-5)
+    assert teacher.drop.rngs is not None
+    assert teacher.seen['count'] == 2
