@@ -252,6 +252,10 @@ def test_a_warning_says_how_rows_that_were_there_keep_their_moments():
         oracle.assert_same(getattr(adopted[0], name)['emb'], by_hand)
 
 
+@pytest.mark.skipif(
+    not hasattr(optax.contrib, 'scale_by_galore'),
+    reason='another release of optax has it',
+)
 def test_rows_of_arrays_that_a_wrapper_has_made_of_another_shape():
     # The inner freeze sees arrays of two rows, or of three.
     def of_rank(rank: int) -> Any:

@@ -238,18 +238,21 @@ def test_gradients_for_each_example_have_rows_too():
 
 
 MEASURED = {
-    'a norm': {'norm': optax.tree.norm},
-    'an average': {'norm': optax.measure_with_ema(optax.tree.norm, 0.9)},
-    'a tree': {'all': lambda grads: jax.tree.map(jnp.abs, grads)},
-    'both': {'norm': optax.tree.norm, 'all': lambda grads: grads},
+    'a norm': lambda: {'norm': optax.tree.norm},
+    'an average': lambda: {'norm': optax.measure_with_ema(optax.tree.norm, 0.9)},
+    'a tree': lambda: {'all': lambda grads: jax.tree.map(jnp.abs, grads)},
+    'both': lambda: {'norm': optax.tree.norm, 'all': lambda grads: grads},
 }
 
 
+@pytest.mark.skipif(
+    not hasattr(optax, 'monitor'), reason='another release of optax has it'
+)
 @pytest.mark.parametrize('rows', [np.s_[:2], [1, 4], np.s_[4:]])
 @pytest.mark.parametrize('name', MEASURED)
 def test_a_state_that_grows_at_the_first_update(name, rows):
     params = {'emb': jnp.linspace(1.0, 2.0, 15).reshape(5, 3), 'w': jnp.ones(3)}
-    tx = optax.chain(optax.monitor(MEASURED[name]), optax.adam(0.1))
+    tx = optax.chain(optax.monitor(MEASURED[name]()), optax.adam(0.1))
     frozen, live = sg.freeze(tx, sg.at('emb', rows)), np.ones(5, bool)
     live[rows] = False
 
