@@ -22,7 +22,7 @@ from flax.linen import nowrap
 from flax_sg import errors, filters
 from flax_sg.engine import contents, opening
 from flax_sg.errors.texts import brief, wrong_argument
-from flax_sg.filters import tokens
+from flax_sg.filters import several, tokens
 from flax_sg.forms import mistakes, wrappers
 from flax_sg.internals import frames, modules
 from flax_sg.internals.optional import is_nnx_model
@@ -88,7 +88,17 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
         return lifted
 
 
-def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
+def _lifted(
+    rewrite: rules.Rewrite, target: Any, methods: Any = None, name: str = ''
+) -> Any:
+    """The target with a block around each call.
+
+    Args:
+        rewrite: the block.
+        target: see ``BlockDecorator.__call__``.
+        methods: as there.
+        name: what the user has called, for errors; by default the name of the rule.
+    """
     if modules.is_module_class(target):
         return _lifted_class(rewrite, target, methods)
     if methods is not None:
@@ -104,18 +114,14 @@ def _lifted(rewrite: rules.Rewrite, target: Any, methods: Any = None) -> Any:
         )
     if isinstance(target, (staticmethod, classmethod)):
         return type(target)(_lifted(rewrite, target.__func__))
-    if isinstance(target, str):
-        write = f'nn.{rewrite.rule.name}(values, where={target!r})'
-        if not rewrite.rule.brings:
-            write = (
-                f'several globs as a list: nn.{rewrite.rule.name}([{target!r}, ...])'
-            )
+    name = name or f'nn.{rewrite.rule.name}'
+    if isinstance(target, str) and rewrite.rule.brings:
+        write = f'{name}(values, where={target!r})'
         raise wrong_argument(target, 'module, class or function', write)
     is_wrong = isinstance(target, (type, filters.Filter)) or is_nnx_model(target)
     if is_wrong or not callable(target):
         raise mistakes.refused(
-            f'nn.{rewrite.rule.name} decorates a function, a method, a Module class '
-            'or a module',
+            f'{name} decorates a function, a method, a Module class or a module',
             target,
         )
     if inspect.ismethod(target) and isinstance(target.__self__, modules.Module):
@@ -270,12 +276,19 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
             handed to it: it goes to ``BlockDecorator.__call__``.
     """
     make_rewrite: Any = make
+    name = f'nn.{make_rewrite.__name__}'
     parameters = inspect.signature(make).parameters.values()
     first, *others = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    required = [p.name for p in parameters if p.name in others and p.default is p.empty]
 
     @functools.wraps(make)
     def with_target(*args: Any, methods: Any = None, **kwargs: Any) -> Any:
         has_target = len(args) + (first in kwargs) > 1
+        if first == 'where':
+            is_filter = bool(args) and isinstance(args[0], several.FILTERS)
+            if len(args) - (not is_filter) > 1 + len(others):
+                call = ', '.join(['target'] * (not is_filter) + ['{}'] + required)
+                several.check_one(f'{name}({call})', args[not is_filter :])
         if has_target and others:
             target = args[0]
             is_class = modules.is_module_class(target)
@@ -285,7 +298,8 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
                 raise _methods_without_class(methods)
             return BlockDecorator.of(make_rewrite(*args, **kwargs))
         target, *rest = args
-        return BlockDecorator.of(make_rewrite(*rest, **kwargs))(target, methods)
+        rewrite = BlockDecorator.of(make_rewrite(*rest, **kwargs))
+        return _lifted(rewrite, target, methods, name)
 
     out: Any = with_target
     return out

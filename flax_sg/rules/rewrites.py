@@ -184,7 +184,10 @@ def map_cotangent(
         #1857.
     """
     if not callable(fn):
-        write = 'nn.map_cotangent(where, lambda path, ct: 2.0 * ct)'
+        write = (
+            'map_cotangent(where, lambda path, ct: 2.0 * ct); several filters are one '
+            'list'
+        )
         raise wrong_argument(fn, 'function of a cotangent', write)
     for value in values:
         _check_numeric(value, 'value for a cotangent')

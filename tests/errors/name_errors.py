@@ -97,8 +97,11 @@ CASES: dict[str, Any] = {
     'methods without a class': lambda: nn.stop_gradient(
         'encoder/**', methods=['encode']
     ),
-    'target': lambda: nn.stop_gradient('kernel', 'encoder/**'),
-    'no target': lambda: nn.stop_gradient(3, 'encoder/**'),
+    'several globs': (
+        lambda: nn.train_only('kernel', 'encoder/**'),
+        "nn.train_only(['kernel', 'encoder/**'])",
+    ),
+    'no target': lambda: nn.train_only(3, 'encoder/**'),
     'a value that does not fit': lambda: run(
         nn.substitute({'encoder': {'bias': jnp.zeros(3, jnp.bfloat16)}})
     ),
