@@ -99,7 +99,7 @@ class Filter(ToldByHash, abc.ABC):
         paths = [Path.of('params', names, array=array) for array in arrays]
         decision, *others = [decide(self, path) for path in paths]
         if decision not in (True, False) or others.count(decision) < len(others):
-            raise of_a_part(paths[0], 'an NNX filter', decision)
+            raise of_a_part_in_nnx(paths[0], decision)
         return decision
 
     @functools.cached_property
@@ -409,14 +409,29 @@ def takes(atom: Atom, path: Path) -> Any:
     return atom.matches(path.variable)
 
 
-def of_a_part(path: Path, whose: str, decision: Any) -> errors.PartError:
-    """The error for a filter that means a part, or a condition, of a whole leaf."""
+def of_a_part(path: Path, whole: str, decision: Any, write: str) -> errors.PartError:
+    """The error for a filter that selects a part, where only whole arrays are.
+
+    Args:
+        path: the path of the array.
+        whole: what is for whole arrays.
+        decision: what the filter says of the array.
+        write: what to write for a part.
+    """
     if getattr(decision, 'is_conditional', False):
         return decision.traced(path)
     return errors.PartError(
-        f'The filter means a part of {str(path)!r}, and {whose} takes whole leaves.\n'
-        'Blocks, gradient calls and sg.freeze take parts; here name whole leaves.'
+        f'The filter selects a part of {str(path)!r}, and {whole}.\n{write}'
     )
+
+
+def of_a_part_in_nnx(path: Path, decision: Any) -> errors.PartError:
+    """The error for a filter of NNX that selects a part of a Variable."""
+    write = (
+        'To train a part, write nnx.Optimizer(model, sg.freeze(tx, ~live), '
+        'wrt=nnx.Param), where live is the filter of what is trained.'
+    )
+    return of_a_part(path, 'a filter of NNX selects whole Variables', decision, write)
 
 
 def decide(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from flax_sg import errors, filters
-from flax_sg.filters.expressions import of_a_part
+from flax_sg.filters.expressions import of_a_part_in_nnx
 from flax_sg.filters.paths import Path
 from flax_sg.filters.several import takes_one
 from flax_sg.internals.places import Place, warn_once
@@ -111,7 +111,7 @@ def where(
     found = [each for each in asked if any(each.decisions)]
     for _, paths, decisions in found:
         if not all(decision is True for decision in decisions):
-            raise of_a_part(paths[0], 'an NNX filter', decisions[0])
+            raise of_a_part_in_nnx(paths[0], decisions[0])
     selected = frozenset(('params', leaf.names) for leaf, *_ in found)
     known = frozenset(('params', leaf.names) for leaf in walk.leaves.values())
     side = filters.as_filter(where).side or 'trained'

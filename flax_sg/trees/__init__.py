@@ -182,14 +182,15 @@ def classified(
     if isinstance(classify, Mapping):
         for label, where in classify.items():
             [decisions] = selected([paths], filters.as_filter(where), unused)
-            bools = whole(decisions, paths, 'a label')
+            bools = whole(decisions, paths)
             for labels_of_path, is_meant in zip(labels, bools, strict=True):
                 labels_of_path.extend([label] * is_meant)
         return labels, list(classify)
     if not callable(classify):
         raise errors.FilterTypeError(
-            f'{brief(classify)} classifies nothing: expected filters by label, such as '
-            "{'gln': 'gln_*/**', ...}, or a function of the path."
+            f'{brief(classify)} is no dict of filters by label.\n'
+            "Write {'slow': 'body/**', 'fast': 'head/**'}, or a function of the path "
+            'that returns a label.'
         )
     for path, labels_of_path in zip(paths, labels, strict=True):
         label: Any = classify(path)

@@ -238,11 +238,14 @@ def selected(
     return out
 
 
-def whole(decisions: Sequence[Any], paths: Sequence[Path], whose: str) -> list[bool]:
-    """The decisions on leaves that cannot be split; raises if one is a part."""
+def whole(decisions: Sequence[Any], paths: Sequence[Path]) -> list[bool]:
+    """The decisions on leaves that get a label; raises if one is a part."""
     for decision, path in zip(decisions, paths, strict=True):
         if isinstance(decision, filters.Part):
-            raise of_a_part(path, whose, decision)
+            write = (
+                'For a part write sg.freeze(tx, where) or sg.partition(tree, where).'
+            )
+            raise of_a_part(path, 'a label is for a whole array', decision, write)
     return list(decisions)
 
 

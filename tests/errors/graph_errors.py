@@ -131,6 +131,10 @@ CASES: dict[str, Any] = {
         'nnx.stop_gradient(model, where)',
     ),
     'the filter first': (lambda: nnx.where(NAME, model), 'nnx.where(model, where)'),
+    'rows for an optimizer': (
+        lambda: nnx.Optimizer(model, tx, wrt=live),
+        'nnx.Optimizer(model, sg.freeze(tx, ~live), wrt=nnx.Param)',
+    ),
     'some leaves of a Variable': lambda: nnx.where(
         SEVERAL, sg.arrays(lambda a: a.ndim > 1)
     ),
@@ -171,4 +175,4 @@ CASES: dict[str, Any] = {
         lambda: sg.tabulate(model, x),
     ),
 }
-where = 'kernel'
+where, tx, live = 'kernel', optax.sgd(0.1), sg.at('kernel', 0)
