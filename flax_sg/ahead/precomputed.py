@@ -14,7 +14,14 @@ import numpy as np
 from flax import linen
 
 from flax_sg import errors, filters
-from flax_sg.ahead.arguments import Argument, Name, check, named_in, words_of
+from flax_sg.ahead.arguments import (
+    Argument,
+    Name,
+    check,
+    check_keywords,
+    named_in,
+    words_of,
+)
 from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.report import Root, kept_of, obstacles, report
 from flax_sg.ahead.rows import Mask
@@ -248,6 +255,7 @@ def precompute(
             frozen module reads what mixes them, such as a batch mean.
         AbsentLeafError: at the call, when a leaf is ABSENT that is read.
     """
+    check_keywords(fun, kwargs)
     args = (params, *args)
     own = arguments_of(args, argnums)
     changing = named_in(each, len(args), kwargs, own)

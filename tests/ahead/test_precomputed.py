@@ -67,6 +67,23 @@ def test_auxiliary_outputs():
     assert_same(both, right)
 
 
+def test_a_function_with_a_parameter_has_aux():
+    """The keyword is its own, or one of any that it takes; gradient calls have it."""
+
+    def named(params: Any, x: Any, has_aux: bool) -> Any:
+        return loss(params, x @ params['body']['w']) * (2.0 if has_aux else 1.0)
+
+    def any_names(params: Any, x: Any, **options: bool) -> Any:
+        return named(params, x, **options)
+
+    for fun in (named, any_names):
+        ahead = sg.precompute(fun, PARAMS, X, wrt='head/**', has_aux=True)
+        kept = ahead.early(PARAMS, X, has_aux=True)
+        assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, has_aux=True))
+    with pytest.raises(sg.errors.ArgumentTypeError, match='needs no has_aux='):
+        sg.precompute(loss, PARAMS, X, wrt='head/**', has_aux=True)
+
+
 def test_keyword_arguments_are_given_by_name():
     """Those in ``each=`` to ``late``, the others to ``early``; flags are constants."""
 

@@ -39,6 +39,10 @@ def distilled(params: Any, teacher: Any, x: Any) -> Any:
     return loss(params, x - teacher(x))
 
 
+def pair(params: Any, x: Any) -> Any:
+    return loss(params, x), x
+
+
 def mapped(check_vma: bool) -> Any:
     mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec('data')
@@ -54,6 +58,8 @@ def mapped(check_vma: bool) -> Any:
 def split() -> Any:
     return sg.precompute(loss, PARAMS, X, wrt='head')
 
+
+where, ahead = 'head', split()
 
 CASES: dict[str, Any] = {
     'parameters that change at each step': lambda: sg.precompute(
@@ -79,6 +85,10 @@ CASES: dict[str, Any] = {
     'other arrays than were kept': lambda: split().late(PARAMS, [X, X]),
     'a shard, and none was traced': (lambda: mapped(True)(X), lambda: mapped(False)(X)),
     'each= names no argument': lambda: sg.precompute(loss, PARAMS, X, each='key'),
+    'a keyword of sg.value_and_grad': (
+        lambda: sg.precompute(pair, PARAMS, X, wrt='head', has_aux=True),
+        'sg.value_and_grad(ahead.late, wrt=where, has_aux=True)',
+    ),
     'another flag than was traced': lambda: sg.precompute(
         flagged, PARAMS, X, True, wrt='head'
     ).early(PARAMS, X, False),
