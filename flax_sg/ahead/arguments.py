@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -201,6 +201,18 @@ def _parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (float, complex, int)) and not isinstance(leaf, bool)
+
+
+def arrays_in(
+    arguments: Iterable[Argument], avals: Sequence[Any]
+) -> dict[int, tuple[str, Any]]:
+    """For each array of some arguments, by its number, its name and its type."""
+    return {
+        slot: (argument.at(number), avals[slot])
+        for argument in arguments
+        for number, slots in enumerate(argument.slots)
+        for slot in slots
+    }
 
 
 def check(where: str, array: Any, aval: Any) -> None:

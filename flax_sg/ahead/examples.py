@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 from flax_sg import errors
 from flax_sg.ahead.axes import EACH_BY_ITSELF, Axes, axes_of
-from flax_sg.ahead.steps import Step
+from flax_sg.ahead.steps import Split, Step
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import opened
@@ -153,6 +153,30 @@ class Batch:
         place = self.places[number]
         assert isinstance(place, Examples)
         return place
+
+
+def of_the_batch(split: Split, inputs: Mapping[int, tuple[str, Any]]) -> str:
+    """Says that rows of what is kept are not single examples; empty if they are.
+
+    Args:
+        split: a program that was split without looking at examples.
+        inputs: the data of a batch, as for ``Batch``.
+    """
+    whole = 'What is kept belongs to this batch as a whole'
+    unclear = f'{whole}. For rows of single examples, write examples=True.'
+    arrays = {n: named for n, named in inputs.items() if named[1].shape}
+    try:
+        batch = Batch(arrays)
+    except errors.ArgumentTypeError:
+        return unclear
+    for step in split.early:
+        if batch.mixes(step, split.avals):
+            return f'{whole}: {batch.mixed[step.outs[0]]} may mix its examples.'
+    rows = [
+        batch.places.get(n) == Examples() and split.avals[n].shape[0] == batch.count
+        for n in split.kept
+    ]
+    return '' if all(rows) else unclear
 
 
 def followed(

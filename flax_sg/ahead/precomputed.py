@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,12 +17,13 @@ from flax_sg import errors, filters
 from flax_sg.ahead.arguments import (
     Argument,
     Name,
+    arrays_in,
     check,
     check_keywords,
     named_in,
     words_of,
 )
-from flax_sg.ahead.examples import Batch
+from flax_sg.ahead.examples import Batch, of_the_batch
 from flax_sg.ahead.report import Root, kept_of, obstacles, report
 from flax_sg.ahead.rows import Mask
 from flax_sg.ahead.split import split
@@ -39,8 +40,8 @@ class Precomputed:
     """A function in two, see ``sg.precompute``.
 
     ``print`` shows a table: each value that is kept, its bytes, and the line that makes
-    it; the share of the flops that is done once; and why a frozen module is computed at
-    each step.
+    it; the share of the flops that is done once; why a frozen module is computed at
+    each step; and what mixes the examples of a batch in what is kept.
     """
 
     _split: Split
@@ -50,6 +51,7 @@ class Precomputed:
     _out: Any
     _outputs: tuple[str, ...]
     _writes: list[Write]
+    _data: dict[int, tuple[str, Any]]
     _batch: Batch | None
     _roots: dict[int, Root]
 
@@ -127,7 +129,10 @@ class Precomputed:
         return jnp.where(mask, array, stopped)
 
     def __str__(self) -> str:
-        return report(self._split, self._outputs, self._roots)
+        text = report(self._split, self._outputs, self._roots)
+        is_whole = self._batch is None and self._split.kept
+        note = of_the_batch(self._split, self._data) if is_whole else ''
+        return f'{text}\n{note}' if note else text
 
     def __repr__(self) -> str:
         kept = ', '.join(self._split.avals[n].str_short() for n in self._split.kept)
@@ -303,14 +308,15 @@ def precompute(
                     changes[slot] = name in changing
                 is_data[slot] = name not in own
     data = [a for name, a in arguments.items() if name not in (*own, *changing)]
-    batch = Batch(_arrays(data, program.in_avals)) if examples else None
+    of_data = arrays_in(data, program.in_avals)
+    batch = Batch(of_data) if examples else None
     parts = split(program, changes, is_data, mixes=batch and batch.mixes)
     roots = _roots(arguments, own, written, batch)
     if batch is not None:
         _check_apart(parts, batch, roots)
     made = Precomputed(
         *(parts, arguments, tuple(own), changing, treedef),
-        *(paths, writes, batch, roots),
+        *(paths, writes, of_data, batch, roots),
     )
     if lost:
         warnings.warn(
@@ -338,18 +344,6 @@ def _trained(takes: Any, leaf: Any, path: str) -> bool | Mask:
         mask = np.asarray(takes.mask(shape, path).any(tuple(range(1, len(shape)))))
         return mask if mask.size > 1 else bool(mask)
     return True
-
-
-def _arrays(
-    arguments: Iterable[Argument], avals: Sequence[Any]
-) -> dict[int, tuple[str, Any]]:
-    """For each array of some arguments, by its number, its name and its type."""
-    return {
-        slot: (argument.at(number), avals[slot])
-        for argument in arguments
-        for number, slots in enumerate(argument.slots)
-        for slot in slots
-    }
 
 
 def _roots(

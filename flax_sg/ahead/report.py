@@ -7,10 +7,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from flax_sg.ahead.costs import is_cheap
-from flax_sg.ahead.steps import Split, Step
+from flax_sg.ahead.steps import Split, Step, Value, is_in
 from flax_sg.internals import jaxprs
 from flax_sg.rendering import text
 
@@ -98,18 +101,20 @@ class Obstacle(NamedTuple):
         module: the module of the parameters, as far as it tells it from the reason.
         reason: the module of a trained parameter, an argument, or what mixes examples.
         line: where the reason meets the data.
+        is_dropout: whether it does so in dropout.
     """
 
     module: str
     reason: Root
     line: str
+    is_dropout: bool = False
 
     def __str__(self) -> str:
-        name = self.reason.name
+        name, line = self.reason.name, self.line + ', in dropout' * self.is_dropout
         why = {
             'parameter': f'it reads {name}, which is trained, at {self.line}',
-            'argument': f'{name}, which is in each=, enters at {self.line}',
-            'written': f'{name}, which the function writes, enters at {self.line}',
+            'argument': f'{name}, which is in each=, enters at {line}',
+            'written': f'{name}, which the function writes, enters at {line}',
             'mix': f'{name} mixes the examples of a batch',
         }
         return f'{self.module} is computed at each step: {why[self.reason.kind]}.'
@@ -128,9 +133,14 @@ def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
     frozen = {
         n: {n}
         for n, root in roots.items()
-        if root.kind == 'parameter' and n not in changing
+        if root.kind == 'parameter'
+        and n not in changing
+        and not jnp.issubdtype(split.avals[n].dtype, jax.dtypes.prng_key)
     }
     enters: dict[int, Step] = {}
+    # Values that are drawn, and depend on no data yet.
+    drawn: set[int] = set()
+    makers = {n: step for step in split.steps for n in step.outs}
     in_late = {id(step) for step in split.late}
     rows: dict[Obstacle, None] = {}
     for step in split.steps:
@@ -142,6 +152,10 @@ def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
                 frozen.update(dict.fromkeys(step.outs, weights))
             continue
         changing.update(dict.fromkeys(step.outs, reasons))
+        if step.eqn.primitive.name == 'random_bits' or (
+            not drawn.isdisjoint(read) and split.data.isdisjoint(read)
+        ):
+            drawn.update(step.outs)
         for n in read:
             for reason in reasons - changing.get(n, set()):
                 if n in changing or n in split.data:
@@ -149,10 +163,38 @@ def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
         if weights and not is_cheap(step.eqn) and id(step) in in_late:
             # Of several reasons the one that enters first.
             reason = next((n for n in enters if n in reasons), min(reasons))
-            line = enters.get(reason, step).source
+            entry = enters.get(reason, step)
+            is_dropout = _is_dropout(entry, drawn, makers)
             for weight in sorted(weights):
-                rows.setdefault(_obstacle(roots[weight], roots[reason], line))
+                row = _obstacle(roots[weight], roots[reason], entry.source)
+                rows.setdefault(row._replace(is_dropout=is_dropout))
     return [*rows]
+
+
+def _without_dropout(row: Obstacle) -> str:
+    """What to write, so that dropout does not stand in the way."""
+    if row.reason.kind == 'written':
+        return 'To turn dropout off there, call eval() of the frozen module.'
+    return (
+        "To turn dropout off there, write nn.Frozen(module, state='eval'). To draw "
+        f'once for a batch, leave {row.reason.name} out of each=.'
+    )
+
+
+def _is_dropout(step: Step, drawn: set[int], makers: Mapping[int, Step]) -> bool:
+    """Whether a step puts zeros where a mask was drawn."""
+    if step.eqn.primitive.name != 'select_n' or not is_in(step.ins[0], drawn):
+        return False
+    return any(_is_zero(value, makers) for value in step.ins[1:])
+
+
+def _is_zero(value: Value, makers: Mapping[int, Step]) -> bool:
+    if isinstance(value, Literal):
+        return not np.any(value.val)
+    step = makers.get(value)
+    if step is None or step.eqn.primitive.name != 'broadcast_in_dim':
+        return False
+    return all(_is_zero(x, makers) for x in step.ins)
 
 
 def _obstacle(weight: Root, reason: Root, line: str) -> Obstacle:
@@ -179,7 +221,7 @@ def written(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> li
     found: list[str] = []
     read = {*split.kept, *(n for step in split.early for n in step.read())}
     for number, root in roots.items():
-        if root.kind == 'mix' or number not in read:
+        if root.kind == 'mix' or not root.path or number not in read:
             continue
         for path, output in zip(paths, split.outputs, strict=True):
             if isinstance(output, Literal) or output == number:
@@ -205,11 +247,7 @@ def report(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> str
     lines += map(str, found[:_SHOWN])
     if len(found) > _SHOWN:
         lines.append(f'So are {len(found) - _SHOWN} others.')
-    if any(row.reason.kind == 'argument' for row in found):
-        lines.append(
-            "If that is the key of dropout, write nn.Frozen(module, state='eval'), or "
-            'leave the key out of each=.'
-        )
+    lines += dict.fromkeys(_without_dropout(row) for row in found if row.is_dropout)
     for name in written(split, paths, roots):
         lines.append(
             f'{name} is written by the function. What is computed once reads the value '

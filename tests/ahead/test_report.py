@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -55,19 +56,108 @@ def test_a_head():
     assert features == 'float32[4,8]     128   add'
     assert statistics == ['float32[8]        32   add'] * 2
     assert repr(ahead) == ('<precomputed: keeps float32[8], float32[8], float32[4,8]>')
-    *_, share, mean, var = lines(ahead)
+    *_, share, mean, var, mixed = lines(ahead)
     assert share.endswith('% of the flops are done once; 192 bytes are kept.')
     assert float(share.partition('%')[0]) > 80
     assert [mean.split()[0], var.split()[0]] == ['norm/mean', 'norm/var']
+    assert mixed == 'What is kept belongs to this batch as a whole: reduce_sum'
 
 
 def test_a_key_that_enters():
     """The line of dropout, and the module behind it alone."""
     assert [line for line in lines(split('dropout', 'head/**')) if 'each' in line] == [
         'tower is computed at each step: argument 2 (key), which is in each=, enters',
-        "If that is the key of dropout, write nn.Frozen(module, state='eval'), or "
-        'leave the key out of each=.',
+        "To turn dropout off there, write nn.Frozen(module, state='eval'). To draw "
+        'once for a batch, leave argument 2 (key) out of each=.',
     ]
+    assert str(split('dropout', 'head/**')).count(' (Net.__call__), in dropout.\n') == 1
+
+
+def of_batch(fun: Any, *args: Any, **how: Any) -> str:
+    params = {'body': X.T @ X, 'head': X.T @ X}
+    return str(sg.precompute(fun, params, *args, wrt='head', **how))
+
+
+def test_what_enters_without_dropout():
+    """Noise, a mask that draws other values, a step: dropout is not named."""
+
+    def noise(params: Any, x: Any, key: Any) -> Any:
+        x = x + jax.random.normal(key, x.shape)
+        return jnp.sum(jnp.tanh(x @ params['body']) @ params['head'])
+
+    def token(params: Any, x: Any, key: Any) -> Any:
+        x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, params['head'][0])
+        return jnp.sum(jnp.tanh(x @ params['body']) @ params['head'])
+
+    def ones(params: Any, x: Any, key: Any) -> Any:
+        x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 1.0)
+        return jnp.sum(jnp.tanh(x @ params['body']) @ params['head'])
+
+    def scaled(params: Any, x: Any, step: Any) -> Any:
+        return jnp.sum(jnp.tanh(x * step @ params['body']) @ params['head'])
+
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        for fun, last in ((noise, KEY), (token, KEY), (ones, KEY), (scaled, 1.0)):
+            text = of_batch(fun, X, last, each=2)
+            assert 'body is computed at each step: ' in text
+            assert 'in dropout' not in text
+            assert 'turn dropout off' not in text
+
+
+def test_dropout_of_nnx():
+    """Its count is written at each step. A key is no frozen module."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(
+        drop=nnx.Dropout(0.5, rngs=rngs),
+        tower=nnx.Linear(8, 8, rngs=rngs),
+        head=nnx.Linear(8, 2, rngs=rngs),
+    )
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.sum(model.head(model.tower(model.drop(jnp.tanh(x)))))
+
+    text = str(sg.precompute(loss, model, X, wrt='head/**')).splitlines()
+    assert [line for line in text if 'each step' in line or 'To turn' in line] == [
+        line for line in text if line.startswith(('tower is computed', 'To turn'))
+    ]
+    assert text[-1] == 'To turn dropout off there, call eval() of the frozen module.'
+
+
+def test_rows_of_a_batch():
+    """A report says if what is kept is no row for each example."""
+
+    def fun(before: Any, after: Any = lambda x: x) -> Any:
+        def loss(params: Any, x: Any, *others: Any) -> Any:
+            x = jnp.tanh(before(x, *others) @ params['body'])
+            return jnp.sum(after(x) @ params['head'])
+
+        return loss
+
+    rows = of_batch(fun(lambda x: x), X)
+    assert 'kept belongs' not in rows
+    assert 'kept belongs' not in of_batch(fun(lambda x, s: x * s), X, jnp.ones(()))
+    mean = of_batch(fun(lambda x: x - x.mean(0, keepdims=True)), X)
+    assert 'as a whole: reduce_sum at test_report.py:' in mean
+    assert mean.splitlines()[-1].endswith(' may mix its examples.')
+    by_place = of_batch(fun(lambda x: x + jax.random.normal(KEY, x.shape)), X)
+    assert by_place.splitlines()[-1].endswith(' may mix its examples.')
+    unclear = (
+        'What is kept belongs to this batch as a whole. For rows of single examples, '
+        'write examples=True.'
+    )
+    for text in (
+        of_batch(fun(lambda x, w: x * w[None]), X, jnp.ones(8)),
+        of_batch(fun(lambda x: x), X[:1]),
+        of_batch(lambda p, x: jnp.sum(p['head'] @ jnp.tanh(p['body'] @ x.T)), X),
+    ):
+        assert text.splitlines()[-1] == unclear
+    assert 'kept belongs' not in of_batch(fun(lambda x: x), X, examples=True)
+
+
+def test_a_scalar_of_a_batch_is_not_written():
+    """The loss has its shape, and is no new value of it."""
+    text = of_batch(lambda p, s: jnp.sum(p['body'] * jnp.sin(s) @ p['head']), X[0, 0])
+    assert 'is written' not in text
 
 
 def test_an_adapter_in_front():
