@@ -1,0 +1,213 @@
+"""Random losses in two programs beside the losses: loops and calls in each other.
+
+Parameters are trained as a whole or by rows, keys change or do not, and bodies of
+loops, branches and checkpoints are random programs again.
+"""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import flax_sg as sg
+
+NAMES = ('a', 'b', 'c')
+PARAMS: Any = {
+    **{
+        name: jax.random.normal(jax.random.key(n), (4, 4)) / 2
+        for n, name in enumerate(NAMES)
+    },
+    'stack': jax.random.normal(jax.random.key(8), (3, 4, 4)) / 2,
+}
+X = jax.random.normal(jax.random.key(9), (5, 4))
+KEY = jax.random.key(7)
+
+
+@jax.custom_vjp
+def with_a_rule(u: Any, w: Any) -> Any:
+    """A product whose gradients are others than JAX would find."""
+    return jnp.tanh(u @ w)
+
+
+def _forward(u: Any, w: Any) -> Any:
+    return with_a_rule(u, w), (u, w)
+
+
+def _backward(saved: Any, g: Any) -> Any:
+    u, w = saved
+    return 2 * g @ w.T, u.T @ jnp.clip(g, -0.1, 0.1)
+
+
+with_a_rule.defvjp(_forward, _backward)
+
+
+class Program:
+    """A random program: a list of operations, each on values that were made before.
+
+    Args:
+        rng: what draws it.
+        depth: how deep bodies may stand in each other.
+        size: how many operations there are.
+    """
+
+    def __init__(self, rng: np.random.Generator, depth: int = 2, size: int = 6) -> None:
+        kinds = [name for name in dir(self) if name.startswith('op_')]
+        bodies = [name for name in dir(self) if name.startswith('in_')]
+        self.plan: list[tuple[str, tuple[int, ...], Any]] = []
+        for n in range(size):
+            name = str(rng.choice(kinds + bodies * 2 if depth else kinds))
+            inner = Program(rng, depth - 1, 3) if name.startswith('in_') else n
+            picks = tuple(map(int, rng.integers(100, size=4)))
+            self.plan.append((name, picks, inner))
+
+    def __call__(self, params: Any, values: list[Any], key: Any) -> Any:
+        values = [*values]
+        for name, picks, inner in self.plan:
+            u, v = (values[-1 - n % min(len(values), 4)] for n in picks[:2])
+            w = params[NAMES[picks[2] % 3]]
+            values.append(getattr(self, name)(u, v, w, params, key, inner, picks[3]))
+        return values[-1] + 0.5 * values[-2]
+
+    def op_product(self, u, v, w, *_):
+        return jnp.tanh(u @ w)
+
+    def op_sum(self, u, v, *_):
+        return u + jnp.sin(v)
+
+    def op_gate(self, u, v, *_):
+        return jnp.where(u > 0, u, v * u)
+
+    def op_attend(self, u, v, *_):
+        return jax.nn.softmax(u @ v.T) @ v
+
+    def op_sort(self, u, v, *_):
+        return jnp.sort(u, axis=-1) * 0.5
+
+    def op_noise(self, u, v, w, params, key, n, pick):
+        return u + jax.random.normal(jax.random.fold_in(key, pick), u.shape)
+
+    def op_stop(self, u, v, *_):
+        return lax.stop_gradient(u) + v
+
+    def op_layer(self, u, v, w, params, key, n, pick):
+        return jnp.tanh(u @ params['stack'][pick % 3])
+
+    def op_rule(self, u, v, w, *_):
+        return with_a_rule(u, w)
+
+    def op_score(self, u, v, w, *_):
+        return jax.grad(lambda u: jnp.sum(jnp.tanh(u @ w) ** 2))(u)
+
+    def op_mapped(self, u, v, w, *_):
+        return jax.vmap(lambda row: jnp.tanh(row @ w) * row.sum())(u)
+
+    def in_layers(self, u, v, w, params, key, inner, pick):
+        def body(h, layer):
+            h = jnp.tanh(h @ layer + inner(params, [v, h], key))
+            return h, h.sum(0)
+
+        h, sums = lax.scan(body, u, params['stack'], reverse=bool(pick % 2))
+        return h + sums.mean()
+
+    def in_time(self, u, v, w, params, key, inner, pick):
+        def body(carry, x):
+            h, other, n = carry
+            new = jnp.tanh(inner(params, [other + x, h + n], key))
+            mine = jnp.tanh(other @ params[NAMES[pick % 3]]) + x
+            return (new, mine, n + 1), other if pick % 2 else new
+
+        xs = jnp.stack([v, jnp.cos(v)])
+        (h, other, _), ys = lax.scan(body, (u, v, 0.0), xs)
+        return h + other + ys[0]
+
+    def in_turns(self, u, v, w, params, key, inner, pick):
+        def body(n, pair):
+            h, other = pair
+            return jnp.tanh(inner(params, [h, other], key)), jnp.tanh(other @ w)
+
+        return sum(lax.fori_loop(0, 2, body, (u, v)))
+
+    def in_while(self, u, v, w, params, key, inner, pick):
+        def body(carry):
+            n, h = carry
+            return n + 1, lax.stop_gradient(jnp.tanh(inner(params, [v, h], key)))
+
+        start = 0, lax.stop_gradient(u)
+        return lax.while_loop(lambda carry: carry[0] < 2, body, start)[1] + u
+
+    def in_branch(self, u, v, w, params, key, inner, pick):
+        which = v if pick % 2 else u
+        branches = (
+            lambda u, v: inner(params, [u, v], key),
+            lambda u, v: jnp.tanh(u @ w) * v,
+        )
+        return lax.cond(which.sum() > 0, *branches, u, v)
+
+    def in_checkpoint(self, u, v, w, params, key, inner, pick):
+        def body(params, u, v):
+            return inner(params, [u, v], key)
+
+        return jax.checkpoint(body)(params, u, v)
+
+    def in_jit(self, u, v, w, params, key, inner, pick):
+        return jax.jit(lambda params, u, v: inner(params, [u, v], key))(params, u, v)
+
+
+def assert_split(seed: int) -> None:
+    """Value, aux and gradients are those of the loss, also after steps of training."""
+    rng = np.random.default_rng(seed)
+    program = Program(rng)
+
+    def loss(params: Any, x: Any, key: Any) -> Any:
+        noise = jax.random.normal(key, x.shape)
+        out = program(params, [noise, x, jnp.tanh(x @ params['a'])], key)
+        return jnp.mean(out**2), {'out': out, 'mean': out.mean(0)}
+
+    trained = [name for name in (*NAMES, 'stack') if rng.integers(2)] or ['b']
+    wrt: Any = sg.where(trained)
+    if 'stack' in trained and rng.integers(2):
+        others = [name for name in trained if name != 'stack']
+        wrt = sg.at('stack', np.s_[int(rng.integers(1, 3)) :])
+        wrt = wrt | sg.where(others) if others else wrt
+    each = 2 if rng.integers(2) else ()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        ahead = sg.precompute(loss, PARAMS, X, KEY, wrt=wrt, each=each)
+    data, last = ((X,), (KEY,)) if each else ((X, KEY), ())
+    kept = jax.jit(ahead.early)(PARAMS, *data)
+    # What is trained moves, and so do keys. Frozen rows stay.
+    moving = sg.substitute(PARAMS, jax.tree.map(lambda w: w + 0.1, PARAMS), where=wrt)
+    other = jax.random.key(3) if each else KEY
+    again = jax.jit(ahead.early)(moving, *data)
+    jax.tree.map(np.testing.assert_array_equal, *map(_bits, (again, kept)))
+    how: Any = {'wrt': wrt, 'has_aux': True, 'unused': 'ignore'}
+    right = jax.jit(sg.value_and_grad(loss, **how))
+    ours = jax.jit(sg.value_and_grad(ahead.late, **how))
+    for params, key in (PARAMS, KEY), (moving, other):
+        last = (key,) if each else ()
+        pair = ours(params, kept, *last), right(params, X, key)
+        assert jax.tree.structure(pair[0]) == jax.tree.structure(pair[1])
+        for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
+            scale = float(jnp.abs(b).max()) + 1e-3
+            np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=1e-3)
+
+
+def _bits(kept: Any) -> Any:
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [jax.random.key_data(x) if is_key(x) else x for x in kept]
+
+
+# These three have each operation in them, and most in each body.
+@pytest.mark.parametrize('seed', (15, 19, 31))
+def test_random_programs(seed: int) -> None:
+    assert_split(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('seed', range(100, 200))
+def test_many_random_programs(seed: int) -> None:
+    assert_split(seed)
