@@ -135,5 +135,10 @@ def classes_of(model: Any) -> dict[tuple[str, ...], str]:
     """The class name of each module in an NNX model, by the names in its path."""
     from flax import nnx  # Models of linen do not wait for it.
 
-    modules = nnx.iter_modules(model)
-    return {tuple(map(str, names)): type(module).__name__ for names, module in modules}
+    # flax 0.12.0 has no ``iter_modules``.
+    nodes = getattr(nnx, 'iter_modules', None) or nnx.iter_graph
+    return {
+        tuple(map(str, names)): type(node).__name__
+        for names, node in nodes(model)
+        if isinstance(node, nnx.Module)
+    }

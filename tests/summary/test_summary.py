@@ -452,3 +452,14 @@ def test_paths_of_a_state_have_no_kinds():
     """A tree is filtered whole."""
     state = nnx.state(OfKinds(nnx.Rngs(0)), nnx.BatchStat)
     assert [one.selected for one in sg.paths(state, where=True)] == [True, True]
+
+
+def test_a_table_of_an_nnx_model_has_its_classes():
+    """With every Flax, the oldest too; a function is no module."""
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+    rows = sg.tabulate(model, X[:, :2]).rows()
+    assert [(row['module'], row['class']) for row in rows] == [
+        ('', 'Sequential'),
+        ('layers', 'List'),
+        ('layers/0', 'Linear'),
+    ]
