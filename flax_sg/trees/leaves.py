@@ -30,8 +30,8 @@ from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
 from flax_sg.trees.leaf_types import is_array as is_array
 from flax_sg.trees.leaf_types import is_differentiable as is_differentiable
+from flax_sg.trees.leaf_types import is_module, is_variable
 from flax_sg.trees.leaf_types import is_number as is_number
-from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaf_types import is_whole as is_whole
 from flax_sg.trees.nnx_paths import path_at
 from flax_sg.trees.nnx_tied import each_once
@@ -115,7 +115,8 @@ def collections_of(tree: Any) -> Collection[str]:
     >>> collections_of({'params': {'w': 1.0}, 'step': 3}), collections_of({'w': 1.0})
     (dict_keys(['params', 'step']), ())
     """
-    mapping = tree if isinstance(tree, Mapping) else {}
+    # An nnx.Dict is a module: 'params' in it is an attribute.
+    mapping = tree if isinstance(tree, Mapping) and not is_module(tree) else {}
     values = (mapping.get(name) for name in ('params', OVERWRITE_WITH_GRADIENT))
     return mapping.keys() if any(isinstance(value, Mapping) for value in values) else ()
 

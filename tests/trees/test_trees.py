@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax.core import freeze
 from flax.core.meta import Partitioned
 
@@ -143,6 +144,15 @@ def test_paths_in_a_dict_of_collections():
     # Without parameters, params is a name as any other.
     tree = {'params': 1.0, 'step': {'w': 3}}
     assert jax.tree.leaves(sg.partition(tree, 'params')[0]) == [1.0]
+
+
+def test_an_attribute_params_of_an_nnx_dict_is_no_collection():
+    """A wrong path would freeze nothing of it, or what has the same name elsewhere."""
+    inner = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    model = nnx.Dict(params=inner, head=nnx.Param(jnp.ones(2)))
+    assert [str(path) for path in leaves.leaves_of(model).paths] == ['head', 'params/w']
+    grads = sg.grad(lambda m: jnp.sum(m.params.w[...] * m.head[...]), wrt='params/w')
+    assert [leaf.shape for leaf in jax.tree.leaves(grads(model))] == [(2,)]
 
 
 def test_partition_n():
