@@ -120,7 +120,8 @@ class Precomputed:
     def _stopped(self, slot: int, array: Any) -> Any:
         """An input whose gradient ends where it does not change."""
         rows = self._split.rows.get(slot)
-        if slot in self._split.changing and rows is None:
+        is_plain = rows is None or not self._split.reads_fixed_rows(slot)
+        if slot in self._split.changing and is_plain:
             return array
         stopped = jax.lax.stop_gradient(array)
         if rows is None:

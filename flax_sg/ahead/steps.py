@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from jax.extend.core import Literal
 
-from flax_sg.ahead.rows import Rows
+from flax_sg.ahead.rows import Operation, Rows, changing_rows
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
@@ -121,6 +122,20 @@ class Split(NamedTuple):
     changing: set[int]
     data: set[int]
     rows: dict[int, Rows]
+
+    def reads_fixed_rows(self, number: int) -> bool:
+        """Whether late may read rows of an input that do not change."""
+        masks = [self.rows[number].changes]
+        if number in numbers_in(self.outputs):
+            return True
+        for step in self.late:
+            if number in step.read():
+                # No other operation reads only the rows that it returns.
+                is_slice = step.eqn.primitive.name == 'slice'
+                read = changing_rows(Operation(step.eqn, masks, bool))
+                if not is_slice or read is None or not all(map(np.all, read)):
+                    return True
+        return False
 
     def run(
         self,

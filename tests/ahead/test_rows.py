@@ -299,6 +299,29 @@ def test_frozen_rows_have_no_gradient():
     np.testing.assert_allclose(grads[2:], right[2:], rtol=1e-5)
 
 
+def test_frozen_rows_that_are_returned_or_sliced_have_no_gradient():
+    """Beside a slice of trained rows, which needs no mask."""
+
+    def fun(params: Any, x: Any) -> Any:
+        stack = params['stack']
+        h, _ = lax.scan(layer, x, stack)
+        pairs = params['pairs'].reshape(2, 2, 4, 4)
+        return jnp.sum(h), stack, params['twice'][1:4] * x[0, 0], stack[2:], pairs
+
+    params = {**PARAMS, 'twice': STACK, 'pairs': STACK[:4]}
+    wrt = ABOVE, sg.at('twice', np.s_[2:]), sg.at('pairs', np.s_[1::2])
+    ahead = sg.precompute(fun, params, X, wrt=[*wrt])
+    kept = ahead.early(params, X)
+
+    def total(params: Any) -> Any:
+        return sum(map(jnp.sum, ahead.late(params, kept)))
+
+    grads = jax.grad(total)(params)
+    assert not grads['stack'][:2].any() and not grads['twice'][:2].any()
+    assert not grads['pairs'][::2].any() and grads['pairs'][1::2].all()
+    assert grads['stack'][2:].all() and grads['twice'][2:4].all()
+
+
 def test_stacks_in_loops_over_batches():
     """The loss of several small batches: the frozen layers of each are known."""
 
