@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import flax_sg as sg
@@ -196,6 +197,46 @@ def assert_split(seed: int) -> None:
             np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=1e-3)
 
 
+class Model(nnx.Module):
+    """A random program as a model, which draws a key and counts at each step."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        for name, value in PARAMS.items():
+            setattr(self, name, nnx.Param(value))
+        self.rngs, self.mean = nnx.Rngs(7), nnx.BatchStat(jnp.zeros(4))
+
+    def __call__(self, x: Any) -> Any:
+        params = {name: getattr(self, name)[...] for name in PARAMS}
+        key = self.rngs.noise()
+        noise = jax.random.normal(key, x.shape)
+        out = self.program(params, [noise, x, jnp.tanh(x @ params['a'])], key)
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * out.mean(0)
+        return jnp.mean(out**2) + jnp.sum(self.mean[...] * out.mean(0))
+
+
+def assert_split_in_nnx(seed: int) -> None:
+    """A model goes on from step to step as the function alone would take it."""
+    rng = np.random.default_rng(seed)
+    program = Program(rng)
+    model, other = Model(program), Model(program)
+    trained = [name for name in PARAMS if rng.integers(2)] or ['b']
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        ahead = sg.precompute(Model.__call__, model, X, wrt=trained)
+    kept = nnx.jit(ahead.early)(model, X)
+    wrt = nnx.DiffState(0, nnx.All(nnx.Param, nnx.Any(*map(nnx.PathContains, trained))))
+    ours = nnx.jit(nnx.value_and_grad(ahead.late, argnums=wrt))
+    right = nnx.jit(nnx.value_and_grad(Model.__call__, argnums=wrt))
+    for _ in range(2):
+        results = ours(model, kept), right(other, X)
+        pair = [*zip(results, map(nnx.state, (model, other)), strict=True)]
+        for a, b in zip(*map(_bits, map(jax.tree.leaves, pair)), strict=True):
+            a, b = (np.asarray(x, np.float32) for x in (a, b))
+            scale = np.abs(b).max() + 1e-3
+            np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=1e-3)
+
+
 def _bits(kept: Any) -> Any:
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return [jax.random.key_data(x) if is_key(x) else x for x in kept]
@@ -207,7 +248,12 @@ def test_random_programs(seed: int) -> None:
     assert_split(seed)
 
 
+def test_a_random_program_as_a_model_of_nnx() -> None:
+    assert_split_in_nnx(19)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('seed', range(100, 200))
 def test_many_random_programs(seed: int) -> None:
     assert_split(seed)
+    assert_split_in_nnx(seed)
