@@ -291,6 +291,8 @@ class Derived(Atom):
         lengths = range(len(path.parts), 0, -1)
         places = ((path.collection, path.parts[:n]) for n in lengths)
         place = next((place for place in places if place in self.known), None)
+        if place is None and path.array is None and self._is_above(path):
+            return False  # ABSENT, for all that was there.
         if place is None:
             near = nearest(path, ('/'.join(names) for _, names in self.known))
             who = (
@@ -303,6 +305,11 @@ class Derived(Atom):
                 'Derive the filter again, from the tree that it is used for.'
             )
         return place in self.selected
+
+    def _is_above(self, path: Path) -> bool:
+        """Whether variables that were looked at lie below a path."""
+        place, length = (path.collection, path.parts), len(path.parts)
+        return any((where, names[:length]) == place for where, names in self.known)
 
     def __repr__(self) -> str:
         text = f'{self.source}: {_some(self.selected) or "nothing"}'

@@ -111,6 +111,22 @@ def test_every_gradient_call_takes_it():
     oracle.assert_same(sg.vjp(loss, PARAMS, X, wrt=both)[1](1.0)[0], grads)
 
 
+def test_absent_stands_for_all_that_was_below_it():
+    """Frozen weights that left the device. A value in their place is a mistake."""
+    live, pruned = sg.live(loss, PARAMS, X), {**PARAMS, 'body': sg.ABSENT}
+    grads = sg.grad(lambda p: jnp.sum(p['head']['w'] ** 2), wrt=live)(pruned)
+    assert grads['body'] is sg.ABSENT
+    oracle.assert_same(grads['head']['w'], 2 * PARAMS['head']['w'])
+    tx = sg.freeze(optax.sgd(0.5), ~live)
+    updates, _ = tx.update(grads, tx.init(pruned), pruned)
+    oracle.assert_same(
+        updates, {'body': sg.ABSENT, 'head': {'w': -grads['head']['w'] / 2}}
+    )
+    for wrong in ({'body': 1.0}, {'body': X}, {'bod': sg.ABSENT}):
+        with pytest.raises(sg.errors.UnknownNameError, match='There was no'):
+            sg.mask({**PARAMS, **wrong}, trained=live)
+
+
 def test_a_derived_selection_may_be_empty():
     with pytest.warns(UserWarning, match='trains none of'):
         nothing = sg.live(lambda p: lax.stop_gradient(p['body']['b']), PARAMS)
