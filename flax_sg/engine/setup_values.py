@@ -268,10 +268,21 @@ class _SetupValues:
         stops = bool(self.blocks) and classes is contents.ARRAYS
         if not isinstance(value, contents.ARRAYS if stops else tracing.Tracer):
             return None
-        return self._variable(value, made_in) or self._variable(value, self.blocks)
+        found = self._candidates(value, made_in) or self._candidates(value, self.blocks)
+        if len(found) != 1:
+            return None
+        # If variables of other modules share the array, nothing tells which was read.
+        # A write may make them share it, so they are counted each time.
+        every = jax.tree.leaves(core_scopes.stored(self.module.scope.root))
+        same = map(operator.is_, every, itertools.repeat(found[0][1]))
+        return found[0] if sum(same) == 1 else None
 
-    def _variable(self, value: Any, made_in: Blocks) -> tuple[Key, Any] | None:
-        """The key and the stored leaf of a value, if it surely is a variable."""
+    def _candidates(self, value: Any, made_in: Blocks) -> list[tuple[Key, Any]]:
+        """The keys and stored leaves that a value may be, if these blocks were open.
+
+        Another collection may hold the array that a block shows for a parameter. Then
+        there are two, and nothing tells which was read.
+        """
         scope = self.module.scope
         stored = core_scopes.stored(scope)
         found: list[tuple[Key, Any]] = []
@@ -283,13 +294,7 @@ class _SetupValues:
                     leaves = jax.tree.leaves(variable)
                     count = sum(other is leaf for other in leaves)
                     found += [(key, leaf)] * count
-        if len(found) != 1:
-            return None
-        # If variables of other modules share the array, nothing tells which was read.
-        # A write may make them share it, so they are counted each time.
-        every = jax.tree.leaves(core_scopes.stored(scope.root))
-        same = map(operator.is_, every, itertools.repeat(found[0][1]))
-        return found[0] if sum(same) == 1 else None
+        return found
 
     def _made_again(self, name: str, made_in: Blocks) -> dict[str, Any]:
         """What ``setup`` makes in these blocks; empty if they change nothing."""

@@ -422,6 +422,31 @@ def test_a_value_that_setup_stops_stays_stopped_when_it_is_substituted():
     oracle.assert_same(jax.value_and_grad(fn)(2 * X), wanted)
 
 
+def test_a_parameter_that_setup_reads_from_another_collection():
+    class Plain(linen.Module):
+        def setup(self):
+            self.w = param(self, 'w')
+
+        def __call__(self):
+            return self.w
+
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self):
+            kid = Plain(name='kid')
+            with nn.substitute('ema'):
+                inside = kid()
+            return inside, kid()
+
+    def fn(w):
+        return Parent().apply(
+            {'params': {'kid': {'w': w}}, 'ema': {'kid': {'w': 3 * w}}}
+        )
+
+    wanted = (3 * X, X), (3 * jnp.ones(3), jnp.ones(3))
+    oracle.assert_same(jax.jvp(fn, (X,), (jnp.ones(3),)), wanted)
+
+
 def test_a_second_run_is_not_in_the_intermediates():
     """Setup calls modules of its parent, which are called once."""
     program = (Block(EVERYTHING, (USE,)),)
