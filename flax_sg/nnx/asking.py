@@ -115,7 +115,8 @@ def _shown(kind: Any) -> str:
         return describe(kind) if callable(kind) else repr(kind)
     if issubclass(kind, jax.Array):
         return 'jax.Array'
-    return f'nnx.{kind.__name__}' if hasattr(nnx, kind.__name__) else kind.__name__
+    is_of_flax = getattr(nnx, kind.__name__, None) is kind
+    return f'nnx.{kind.__name__}' if is_of_flax else kind.__name__
 
 
 def _kinds_in(leaves: Sequence[Leaf]) -> str:
