@@ -82,6 +82,13 @@ class Argument(NamedTuple):
             return f'{self.name}='
         return f'argument {self.name}' + (f' ({self.word})' if self.word else '')
 
+    @property
+    def as_written(self) -> str:
+        """How the argument is given in a call."""
+        if isinstance(self.name, str):
+            return f'{self.name}={self.name}'
+        return self.word or f'args[{self.name}]'
+
     def restored(self, tree: Leaves, inputs: list[Any]) -> Any:
         """The argument with the inputs of a program for its arrays."""
         rows = zip(tree.values, self.slots, strict=True)

@@ -196,10 +196,13 @@ class Precomputed:
 
     def _miscounted(self, part: str, names: Sequence[Name], kept: int) -> TypeError:
         arguments = [self._arguments[name] for name in names]
-        titles = [argument.word or argument.title for argument in arguments]
+        words = [argument.as_written for argument in arguments]
         first = len(self._params)
-        titles = [*titles[:first], 'what is kept', *titles[first:]] if kept else titles
-        return TypeError(f'{part} takes {", ".join(titles)}.')
+        words = [*words[:first], 'kept', *words[first:]] if kept else words
+        return TypeError(
+            f'{part} was given other arguments than precompute traced.\n'
+            f'Write ahead.{part}({", ".join(words)}).'
+        )
 
 
 def precompute(

@@ -276,8 +276,9 @@ def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
 def _perhaps(error: errors.FlaxSGError) -> str:
     """Returns the warning for a name that only a compiled program can have."""
     return (
-        f'{error.args[0]}\nA compiled program may have it: the same filter was right '
-        'before. If a second model runs in this block, open a block of its own for it.'
+        f'{error.args[0]}\nThe same filter matched before, so a compiled program may '
+        'have these variables. If a second model runs in this block, open a block of '
+        'its own for it.'
     )
 
 

@@ -351,8 +351,8 @@ def _in_a_body(rewrite: Rewrite, path: str) -> errors.BlockError:
     return errors.BlockError(
         f'{rewrite!r} was opened in the body of a transform (nn.scan, nn.remat, ...), '
         f'and {str(path)!r} is read there.\n'
-        'It takes its parameters together, and a body knows those alone that the '
-        'transform hands it.\n'
+        'The rule needs all selected parameters at once, and the body has only those '
+        'that the transform gives it.\n'
         f'Open the block around the transform: with nn.{rewrite.rule.name}(...): '
         'model.apply(variables, x).'
     )

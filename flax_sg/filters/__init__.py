@@ -145,20 +145,33 @@ def as_filter(where: Where) -> Filter:
     raise errors.FilterTypeError(
         f'{brief(fn)} is no filter.{lacking}\n'
         'A filter is a glob, a compiled regular expression, a function of the path, a '
-        'bool, a tree of bools, or a list of these.\n'
-        'To lift a class, write nn.stop_gradient(nn.Dense, where); for a module, '
-        'nn.Frozen(module, where); for a model of NNX (from flax_sg import nnx), '
-        'nnx.stop_gradient(model, where), where kind= takes types and filters of NNX; '
-        'for an array, jax.lax.stop_gradient(x).'
+        f'bool, a tree of bools, or a list of these.{_instead(fn)}'
     )
+
+
+def _instead(given: Any) -> str:
+    """What to write, if what should be a filter is what should be frozen."""
+    if is_nnx_model(given):
+        write = 'a model of NNX write nnx.stop_gradient(model, where)'
+    elif isinstance(given, nn.Module):
+        write = 'a module write nn.Frozen(module, where)'
+    elif isinstance(given, type) and issubclass(given, nn.Module):
+        write = 'a Module class write nn.stop_gradient(nn.Dense, where)'
+    elif isinstance(given, type):
+        write = 'Variables of a type give it to a view of NNX: kind=nnx.Param'
+    elif isinstance(given, (jax.Array, np.ndarray)):
+        write = 'an array write jax.lax.stop_gradient(x)'
+    else:
+        return ''
+    return f'\nFor {write}.'
 
 
 def _any_of(alternatives: Sequence[Any] | Set[Any]) -> Filter:
     if any(map(is_condition, alternatives)):
         raise errors.FilterTypeError(
-            'One of several filters is a bool, and several filters mean any of them.\n'
-            'A sequence of bools alone is a tree of bools, in the shape of the '
-            'variables.\n'
+            'Several filters select what any of them selects, and one of them is a '
+            'bool.\n'
+            'Leave the bool out. '
             "For a condition write sg.where('encoder/**') & (step < k)."
         )
     parts = [as_filter(part) for part in alternatives]

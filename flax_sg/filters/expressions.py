@@ -392,7 +392,7 @@ def named(where: Filter, side: str, call: str) -> Filter:
         f'{call.format("where")} names what is {side}, and {where!r} names what is '
         f'{where.side}.\n'
         f'Write {call.format(right)}, where live is the filter of what is trained.\n'
-        f'If the opposite is meant, {given} & True has no side.'
+        f'If you mean it as it is, write {call.format(given + " & True")}.'
     )
 
 

@@ -36,7 +36,7 @@ def advice(
     if not hint and compiled is not re.compile:
         hint = _of_a_glob(pattern, paths, compiled)
     whole = 'A pattern matches whole paths, from below the collection: '
-    hint = hint or f'{whole}{example!r} takes all variables in encoder.'
+    hint = hint or f'{whole}{example!r} matches all variables in encoder.'
     return f'Nearest: {", ".join(map(repr, near))}.\n{hint}'
 
 

@@ -396,7 +396,7 @@ def _mask_of(index: Index, shape: tuple[int, ...], path: str) -> NDArray[np.bool
     except IndexError as error:
         raise wrong_part(index, path, shape, str(error)) from None
     if not mask.any():
-        raise wrong_part(index, path, shape, 'it takes nothing')
+        raise wrong_part(index, path, shape, 'it selects nothing')
     return mask
 
 

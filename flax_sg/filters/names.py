@@ -68,9 +68,9 @@ class BoolTree(Atom):
             if len(decisions) != 1 or not all(map(is_bool, leaves)):
                 raise errors.FilterTypeError(
                     f'A tree of bools has {brief(node)} at {"/".join(names)!r}.\n'
-                    'Give True or False at every leaf, or an array of bools in its '
-                    'shape, and one of them for all that is in a box: '
-                    "{'gln': True, 'dec': {'bias': False}}.\n"
+                    'Give True or False for every leaf or for a whole module: '
+                    "{'head': True, 'body': {'bias': False}}. Or an array of bools in "
+                    'the shape of a leaf.\n'
                     'For a tree of other arrays write sg.stop_gradient(tree, where).'
                 )
             [bools[names]] = decisions

@@ -85,7 +85,8 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
                 matched = [leaf for leaf, _, decisions in asked if any(decisions)]
                 others = [leaf for leaf in matched if leaf not in own]
                 head, *_, last = str(error).splitlines()
-                hint = f'It takes others: write kind={_kinds_in(others)}.'
+                found = _kinds_in(others)
+                hint = f'It matches values of another kind: write kind={found}.'
                 error.args = (f'{head}\n{hint}\n{last}',)
             raise
 

@@ -49,7 +49,10 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
     """
     call = f'nnx.{name or rewrite.rule.name}'
     if rewrite.collections != 'params':
-        raise TypeError(f'{call}: collections= is for linen; see kind=')
+        raise TypeError(
+            f'{call} has no collections=, which is for linen.\n'
+            'For Variables of another type write kind=nnx.BatchStat.'
+        )
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
     chosen = [each for each in asked if any(each.decisions)]
     for leaf, (path, *_), _ in chosen:

@@ -139,7 +139,8 @@ def _makers(tx: Any, old: Any, count: int) -> Sequence[Any]:
     if not (
         is_list and all(maker is None or hasattr(maker, 'init') for maker in makers)
     ):
-        raise wrong_argument(old, 'transformation, nor one for each state', write)
+        expected = 'optax transformation, and no list of one for each state'
+        raise wrong_argument(old, expected, write)
     return makers
 
 

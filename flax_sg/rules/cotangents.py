@@ -36,7 +36,7 @@ def has_to_act(rewrite: rules.Rewrite, path: Path, leaf: Any) -> bool:
             raise errors.CotangentError(
                 f'{rewrite} selects {str(path)!r}, which has no cotangent: it holds '
                 f'{shown(leaf)}.\n'
-                'Select real or complex variables; True takes those and no others.'
+                'Select real or complex variables; True selects those and no others.'
             )
         return False
     # JAX differentiates tracers only: every other array is a constant.

@@ -213,7 +213,7 @@ def _substituted(
     }
     if values is None or not (present or unused == 'ignore' or not leaves.values):
         raise errors.UnusedFilterError(
-            f'sg.substitute got {brief(values)} without a value.\n'
+            f'sg.substitute was given {brief(values)}, which holds no value.\n'
             "If there may be none, pass {} and unused='ignore'."
         )
     unknown = present.keys() - set(leaves.key_paths)

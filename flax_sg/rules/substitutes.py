@@ -181,8 +181,7 @@ def no_values(what: str) -> errors.ArgumentTypeError:
     """The error for an argument that gives no values for variables."""
     return errors.ArgumentTypeError(
         f'{what} cannot be read in place of variables.\n'
-        "Expected: a tree of values, nested as the variables are, {'kernel': value}, "
-        "with collections on top for nn.mirror, {'params': {'kernel': value}}; the "
-        'name of another collection, for variables of one collection; a bound module; '
-        'or a function (path, value) -> value.'
+        "Give values nested as the variables are: {'kernel': value}, or {'params': "
+        "{'kernel': value}} for several collections. Or give a function (path, value) "
+        '-> value, a bound module, or the name of another collection.'
     )

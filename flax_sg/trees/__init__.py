@@ -209,7 +209,7 @@ def one_label(path: Path, labels: Sequence[Any], rest: str = '') -> Any:
         return labels[0]
     if labels:
         problem = f'{len(labels)} labels: {", ".join(map(repr, labels))}'
-        fix = 'Give each leaf one label: filters exclude each other with & and ~.'
+        fix = 'Give each leaf one label: subtract a filter from another by & ~.'
     else:
-        problem, fix = 'no label', f'Give it one: add a filter that takes it{rest}.'
+        problem, fix = 'no label', f'Give it one: add a filter that selects it{rest}.'
     raise errors.StructureError(f'The leaf at {str(path)!r} has {problem}.\n{fix}')

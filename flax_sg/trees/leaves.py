@@ -150,7 +150,10 @@ def arguments_of(
         return {n: Leaves(args[n], (str(n),) if is_prefixed else ()) for n in positions}
     given: Any = argnums
     name = getattr(given, '__name__', None) or repr(given)
-    message = f'argnums={name}: expected different positions of {len(args)} arguments.'
+    message = (
+        f'argnums={name} names no arguments of the call, which has {len(args)}.\n'
+        'Give different positions, counted from 0: argnums=0, or argnums=(0, 1).'
+    )
     with contextlib.suppress(errors.FilterTypeError):
         filters.as_filter(given)  # The user meant wrt=.
         message += f'\nTo name leaves by path, write wrt=: sg.grad(fun, wrt={name}).'

@@ -225,5 +225,5 @@ def not_differentiable(
     some = ', '.join(texts[:3] + ['...'] * (len(texts) > 3))
     return errors.ArgumentTypeError(
         f'{where!r} selects only what cannot be differentiated: {some}.\n'
-        'Select real or complex leaves; True takes those and no others.'
+        'Select real or complex leaves; True selects those and no others.'
     )

@@ -26,6 +26,7 @@ SEVERAL = nnx.Dict(w=nnx.Param({'a': jnp.ones((2, 2)), 'b': jnp.ones(2)}))
 # In a wrong place.
 STATE: Any = nnx.state(model)
 NAME: Any = 'ema'
+TYPE: Any = nnx.Param
 
 
 def loss(model: Any) -> Any:
@@ -161,6 +162,10 @@ CASES: dict[str, Any] = {
     ),
     'a wrapper of linen around a model of NNX': lambda: nn.Frozen(model),
     'a rule of linen on a model of NNX': lambda: nn.stop_gradient(model, 'kernel'),
+    'a type of Variables in place of a filter': (
+        lambda: nn.stop_gradient(TYPE),
+        lambda: nnx.stop_gradient(model, True, kind=TYPE),
+    ),
     'a model of NNX in place of a filter': lambda: nn.stop_gradient(model),
     'a filter in a table of a model of NNX': (
         lambda: sg.tabulate(model, 'ker*'),

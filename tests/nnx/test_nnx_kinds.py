@@ -213,7 +213,7 @@ def test_an_optimizer_leaves_alone_what_is_in_no_variable():
     both = (nnx.Param, jax.Array)
     every = trained(lambda m: nnx.where(m, PATHS, kind=both), PATHS)
     assert float(every['temperature']) != 2.0
-    with pytest.raises(errors.UnusedFilterError, match='others: write kind=jax'):
+    with pytest.raises(errors.UnusedFilterError, match='another kind: write kind=jax'):
         nnx.where(Tempered(), 'temperature')
 
 
