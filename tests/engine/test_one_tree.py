@@ -438,3 +438,28 @@ def test_an_exception_out_of_an_apply_leaves_no_depth():
             Raises().apply({})
         grads = jax.grad(loss_of(PLAIN))(VARIABLES_OF_PLAIN, X)
     assert oracle.is_zero(grads['params']['kernel'])
+
+
+def test_a_read_of_another_tree_traces_no_helper_again():
+    """It is no part of a program that JAX keeps, so helpers share their traces."""
+    traces: list[int] = []
+
+    @jax.jit
+    def helper(x: Any) -> Any:
+        traces.append(1)
+        return jnp.sin(x)
+
+    class Applies(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            dense = fnn.Dense(2, name='dense')
+            with nn.stop_gradient('dense/kernel'):
+                return helper(dense(x) + PLAIN.apply(weights(x), x))
+
+    model = Applies()
+    variables = model.init(jax.random.key(0), X)
+    counts = []
+    for _ in range(3):
+        model.apply(variables, X)
+        counts.append(len(traces))
+    assert counts[1:] == counts[:1] * 2
