@@ -13,21 +13,16 @@ from tests.helpers.quick_compile import FLAGS
 if '--smoke' in sys.argv:  # Small programs spend their time in compiling.
     os.environ.setdefault('XLA_FLAGS', FLAGS)
 
-import jax
-
-from benchmarks import measure, modules, picture, report, smoke, workloads
-
-RESULTS = Path(__file__).parent / 'results'
-
-
-def device_name() -> str:
-    """Returns the name of the device; for a CPU, the name of the processor."""
-    kind = jax.devices()[0].device_kind
-    if kind != 'cpu':
-        return kind
-    info = Path('/proc/cpuinfo')
-    found = re.search(r'model name\s*: (.*)', info.read_text() if info.exists() else '')
-    return f'{found.group(1) if found else "CPU"}, {os.cpu_count()} cores'
+from benchmarks import (
+    ahead,
+    measure,
+    modules,
+    picture,
+    report,
+    smoke,
+    stored,
+    workloads,
+)
 
 
 def main() -> None:
@@ -39,9 +34,9 @@ def main() -> None:
         help='at tiny sizes, into a folder that goes away; fails if something is amiss',
     )
     parser.add_argument(
-        '--only', metavar='REGEX', default='', help='workloads with such a name'
+        '--only', metavar='REGEX', default='', help='workloads and losses of such names'
     )
-    parser.add_argument('--out', metavar='DIR', type=Path, default=RESULTS)
+    parser.add_argument('--out', metavar='DIR', type=Path, default=report.RESULTS)
     options = parser.parse_args()
     if not options.smoke:
         run(
@@ -51,10 +46,13 @@ def main() -> None:
             modules.NUMBERS,
             options.out,
         )
+        ahead.run(stored.Sizes(), ahead.Effort(), options.out, options.only)
         return
     with tempfile.TemporaryDirectory() as folder:
         sizes, numbers = workloads.SMALL, modules.FEW
         smoke.check(*run(sizes, measure.QUICK, options.only, numbers, Path(folder)))
+        found = ahead.run(stored.SMALL, ahead.QUICK, Path(folder), options.only)
+        ahead.check(found)
 
 
 def run(
@@ -72,9 +70,9 @@ def run(
             found[work.name] = measure.measured(work, effort)
     print('small modules', file=sys.stderr, flush=True)
     growth = modules.measured(numbers, max(1, effort.lowerings))
-    results = report.Results(device_name(), report.versions(), found, growth)
+    results = report.Results(report.device_name(), report.versions(), found, growth)
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / re.sub(r'\W+', '_', results.device).strip('_')
+    file = folder / report.file_of(results.device)
     file.with_suffix('.json').write_text(results.json())
     picture.write(file, results)
     print(file.with_suffix('.md').read_text())

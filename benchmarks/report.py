@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -13,6 +15,7 @@ from benchmarks.measure import Figures
 from benchmarks.rivals import BY_HAND
 from benchmarks.timing import Ratio
 
+RESULTS = Path(__file__).parent / 'results'
 HEAD = (
     'way to freeze',
     'program',
@@ -145,6 +148,21 @@ def read(path: Path) -> Results:
         for number, ways in data['modules'].items()
     }
     return Results(data['device'], data['versions'], workloads, modules)
+
+
+def device_name() -> str:
+    """Returns the name of the device; for a CPU, the name of the processor."""
+    kind = jax.devices()[0].device_kind
+    if kind != 'cpu':
+        return kind
+    info = Path('/proc/cpuinfo')
+    found = re.search(r'model name\s*: (.*)', info.read_text() if info.exists() else '')
+    return f'{found.group(1) if found else "CPU"}, {os.cpu_count()} cores'
+
+
+def file_of(device: str) -> str:
+    """The name of the files of a device, without a suffix."""
+    return re.sub(r'\W+', '_', device).strip('_')
 
 
 def versions() -> dict[str, str]:

@@ -148,7 +148,9 @@ def _entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def convolutions(size: Sizes) -> Case:
     """A head on a convolutional backbone in evaluation mode."""
-    backbone, head = Backbone(size.depth, size.width // 4), linen.Dense(10)
+    backbone = Backbone(size.depth, size.width // 4)
+    layers = linen.Dense(8 * size.width), linen.relu, linen.Dense(10)
+    head = linen.Sequential(layers)
     x = _data(0, size.batch, size.image, size.image, 3)
     labels = jnp.arange(size.batch) % 10
     variables = jax.jit(backbone.init)(jax.random.key(1), x)
