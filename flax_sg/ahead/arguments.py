@@ -137,12 +137,18 @@ class Argument(NamedTuple):
         values, treedef = jax.tree.flatten(whole, is_leaf=is_whole)
         if treedef == self.treedef:
             return values
-        lacking = {*self.paths} - {*tree.paths} or {''}
-        more = {*tree.paths} - {*self.paths} or {''}
+        lacking = {*self.paths} - {*tree.paths}
+        more = {*tree.paths} - {*self.paths}
+        who = f'The tree in {self.title} is not the one that precompute was traced with'
+        if not lacking and not more:
+            raise errors.ArgumentTypeError(
+                f'{who}: its paths are the same, and something else differs, such as '
+                'a class, or a flag that eval() sets.\n'
+                'Call sg.precompute again.'
+            )
         raise errors.ArgumentTypeError(
-            f'The tree in {self.title} is not the one that precompute was traced '
-            f'with: it lacks {min(lacking) or "nothing"}, and has '
-            f'{min(more) or "nothing"} besides.\n'
+            f'{who}: it lacks {min(lacking, default="nothing")}, and has '
+            f'{min(more, default="nothing")} besides.\n'
             'Give such a tree, with sg.ABSENT for a leaf or a subtree that is not read.'
         )
 

@@ -248,9 +248,12 @@ def report(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> str
     if len(found) > _SHOWN:
         lines.append(f'So are {len(found) - _SHOWN} others.')
     lines += dict.fromkeys(_without_dropout(row) for row in found if row.is_dropout)
-    for name in written(split, paths, roots):
+    names = written(split, paths, roots)
+    for name in names:
         lines.append(
             f'{name} is written by the function. What is computed once reads the value '
             'that early gets.'
         )
+    if names:
+        lines.append('To go on from step to step, it needs an argument in each=.')
     return '\n'.join(lines)

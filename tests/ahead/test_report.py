@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -56,10 +57,11 @@ def test_a_head():
     assert features == 'float32[4,8]     128   add'
     assert statistics == ['float32[8]        32   add'] * 2
     assert repr(ahead) == ('<precomputed: keeps float32[8], float32[8], float32[4,8]>')
-    *_, share, mean, var, mixed = lines(ahead)
+    *_, share, mean, var, advice, mixed = lines(ahead)
     assert share.endswith('% of the flops are done once; 192 bytes are kept.')
     assert float(share.partition('%')[0]) > 80
     assert [mean.split()[0], var.split()[0]] == ['norm/mean', 'norm/var']
+    assert advice == 'To go on from step to step, it needs an argument in each=.'
     assert mixed == 'What is kept belongs to this batch as a whole: reduce_sum'
 
 
@@ -207,6 +209,14 @@ def test_running_averages_in_another_argument():
     ahead = sg.precompute(loss, params, stats, X, wrt='head/**')
     written = [line for line in lines(ahead) if 'is written' in line]
     assert [line.split()[0] for line in written] == ['norm/mean', 'norm/var']
+    changing = sg.precompute(loss, params, stats, X, wrt='head/**', each=1)
+    assert 'is written' not in str(changing)
+    kept, moved = changing.early(params, X), stats
+    for _ in range(2):
+        ours, right = changing.late(params, kept, moved), loss(params, moved, X)
+        moved = right[1]['batch_stats']
+        for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_flops():

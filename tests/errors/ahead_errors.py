@@ -59,6 +59,16 @@ def split() -> Any:
     return sg.precompute(loss, PARAMS, X, wrt='head')
 
 
+def in_another_mode() -> Any:
+    rngs = nnx.Rngs(0)
+    body, head = (nnx.Linear(2, 2, rngs=rngs) for _ in range(2))
+    model = nnx.Sequential(body, nnx.Dropout(0.5, rngs=rngs), head)
+    ahead = sg.precompute(lambda m, x: m(x).sum(), model, X, wrt='layers/2/**')
+    kept = ahead.early(model, X)
+    model.eval()
+    return ahead.late(model, kept)
+
+
 where, ahead = 'head', split()
 
 CASES: dict[str, Any] = {
@@ -76,6 +86,7 @@ CASES: dict[str, Any] = {
     'other parameters computed once': lambda: split().early(
         {'head': PARAMS['head']}, X
     ),
+    'a model in another mode': in_another_mode,
     'a batch left out': lambda: split().early(PARAMS),
     'what is kept left out': lambda: split().late(PARAMS),
     'what is kept of a smaller batch': (
