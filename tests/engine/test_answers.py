@@ -26,7 +26,7 @@ import flax_sg as sg
 from flax_sg import errors, filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
-from tests.helpers.described.caches import forget_contexts
+from tests.helpers.left_over import forget_contexts
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 TRACES: list[Any] = []

@@ -26,7 +26,7 @@ from flax_sg.engine import blocks
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
 from tests.helpers import oracle, stepwise
-from tests.helpers.described.caches import forget_contexts
+from tests.helpers.left_over import forget_contexts
 from tests.helpers.transforms import AROUND
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)

@@ -27,7 +27,7 @@ from flax_sg import linen as nn
 from flax_sg.engine import numbers, roots
 from flax_sg.rules import rules
 from tests.helpers import oracle
-from tests.helpers.described.caches import forget_contexts
+from tests.helpers.left_over import forget_contexts
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 

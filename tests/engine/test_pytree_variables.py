@@ -15,7 +15,7 @@ from flax.core.meta import Partitioned
 import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
-from tests.helpers.described.caches import forget_contexts
+from tests.helpers.left_over import forget_contexts
 from tests.helpers.profile import LONG
 
 pytestmark = pytest.mark.every_case

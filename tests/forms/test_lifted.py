@@ -11,7 +11,7 @@ import pytest
 
 from flax_sg import linen as nn
 from tests.helpers import oracle
-from tests.helpers.described.caches import forget_contexts
+from tests.helpers.left_over import forget_contexts
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What a block must not leave behind."""
+"""What a block must not leave behind, and what stays until it is forgotten."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +34,11 @@ def assert_nothing_is_left() -> None:
     assert not list(held_numbers(numbers.NONE))
     assert tracing.user_context.value == 0
     assert hooked() == HOOKS
+
+
+def forget_contexts() -> None:
+    """Forgets what was traced and judged before, as in a new process."""
+    numbers.NONE.inside.clear()
 
 
 def checked_after_a_test() -> Iterator[None]:

@@ -15,7 +15,7 @@ import jax
 import pytest
 from flax import nnx
 
-from tests.helpers.described.caches import forget_contexts
+from tests.helpers.left_over import forget_contexts
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / 'README.md'

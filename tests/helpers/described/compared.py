@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis
@@ -13,8 +14,9 @@ from flax.errors import FlaxError
 
 import flax_sg as sg
 from tests.helpers import oracle
-from tests.helpers.described import models, models_by_hand, real_models
-from tests.helpers.described.by_hand import Values
+from tests.helpers.described import real_models
+from tests.helpers.described.by_hand import CallsByHand
+from tests.helpers.described.language import Call, Part, has_lift, plain
 from tests.helpers.stepwise import evaluate
 
 X = jnp.array([[1.0, -2.0, 0.5, 0.25], [-1.0, 0.75, 2.0, -0.5]])
@@ -46,68 +48,50 @@ def assert_promise_kept(report: sg.flow.GradientFlow, gradients: list[Any]) -> N
             assert status == 'flows' or oracle.is_zero(leaf), path
 
 
-def with_derivatives(fn: Any, forward: bool) -> Any:
-    """The results of ``fn(params, x)``, and the gradient of its output.
+class Compared:
+    """Programs that call the same models, with blocks and by hand.
 
-    A while loop has no reverse mode: ``forward`` takes the derivative in one direction.
+    Attributes:
+        real, by_hand: what calls the models.
     """
 
-    def results(params: Any, x: Any) -> Any:
-        if forward:
-            directions = jax.tree.map(jnp.ones_like, (params, x))
-            return jax.jvp(fn, (params, x), directions, has_aux=True)
-        y, pull_back, written = jax.vjp(fn, params, x, has_aux=True)
-        weights = jnp.arange(1.0, 1.0 + y.size).reshape(y.shape)
-        return y, pull_back(weights), written
-
-    return results
-
-
-@jax.numpy_rank_promotion('allow')
-def check(spec: models.Composite) -> None:
-    """Compares the two interpretations of a model."""
-    model, plain = real_models.model(spec), real_models.model(models.plain(spec))
-    try:
-        variables = evaluate(plain.init, RNGS, X)
-    except (FlaxError, ValueError):
-        hypothesis.reject()  # Flax cannot create this model without blocks either.
-    oracle.assert_same(evaluate(model.init, RNGS, X), variables)
-    params = uneven(variables.get('params', {}))
-
-    def apply(mutable: Any, params: Any, x: Any, model: Any = model) -> Any:
-        variables = {'params': params, 'ema': jax.tree.map(jnp.sin, params)}
-        out = model.apply(variables, x, mutable=mutable)
-        return out if mutable else (out, {})
-
-    def by_hand(params: Any, x: Any) -> Any:
-        values = Values(params, jax.tree.map(jnp.sin, params))
-        return models_by_hand.Model(spec)(values, x), {}
-
-    loops = models.lifts(spec, 'while_loop')
-    if models.lifts(spec, 'custom_vjp') and not loops:
-        bare = functools.partial(apply, False, model=plain)
+    def __init__(self, models: Sequence[Part]) -> None:
         try:
-            # Reports see the program as it is traced before its derivative.
-            for fn in bare, jax.jit(bare):
-                evaluate(with_derivatives(fn, forward=False), params, X)
-        except Exception:
-            hypothesis.reject()  # JAX refuses what Flax's rule closes over.
+            inits = [real_models.make(plain(model)).init for model in models]
+            shapes = [jax.eval_shape(init, RNGS, X) for init in inits]
+        except (FlaxError, ValueError):
+            hypothesis.reject()  # Flax cannot create it without blocks either.
+        params = tuple(uneven(each.get('params', {})) for each in shapes)
+        self.real = real_models.RealCalls(tuple(models), params, X)
+        self.by_hand = CallsByHand(tuple(models), params, X)
+        for model, own in zip(models, params, strict=True):
+            if has_lift(model, 'custom_vjp'):
+                bare = real_models.RealCalls((plain(model),), (own,), X)
+                try:
+                    # Reports see the program as it is traced before its derivative.
+                    bare.run((Call(), Call(how='jit')), ())
+                except Exception:
+                    hypothesis.reject()  # JAX refuses what Flax's rule closes over.
 
-    def results(fn: Any) -> Any:
-        return evaluate(with_derivatives(fn, forward=loops), params, X)
+    def check_init(self) -> None:
+        """Compares what ``init`` of the models makes with that without blocks."""
+        for model, module in zip(self.real.models, self.real.modules, strict=True):
+            bare = real_models.make(plain(model))
+            found, wanted = (evaluate(one.init, RNGS, X) for one in (module, bare))
+            oracle.assert_same(found, wanted)
 
-    *expected, _ = results(by_hand)
-    *actual, _ = results(functools.partial(apply, False))
-    jax.tree.map(assert_close, actual, expected)
-    if params and not loops:
-        report = sg.gradient_flow(lambda p: apply(False, p, X)[0], params)
-        assert_promise_kept(report, [expected[1][0]])
-    # Parameters are not written, and reads after a block see the stored values.
-    # And nn.custom_vjp gives no gradient to the parameters that it returns.
-    if not models.lifts(spec, 'custom_vjp'):
-        *actual, written = results(functools.partial(apply, ['params']))
-        oracle.assert_same(written.get('params', {}), params)
-        jax.tree.map(assert_close, actual, expected)
+    def check(self, *program: Any) -> list[Any]:
+        """Runs a program, and then compares its results; returns those by hand."""
+        for calls in self.real, self.by_hand:
+            calls.start(program)
+        # A block that is left open is not open in another thread.
+        with ThreadPoolExecutor(1) as pool:
+            found, by_hand = (
+                [*pool.map(lambda result: result(), calls.results)]
+                for calls in (self.real, self.by_hand)
+            )
+        jax.tree.map(assert_close, found, by_hand)
+        return by_hand
 
 
 def assert_close(actual: jax.Array, expected: jax.Array) -> None:

@@ -1,18 +1,26 @@
-"""Programs as data: filters, blocks, and what is done in them.
+"""Programs as data: models with blocks in them, and calls of these in other blocks.
 
-A program is a tuple of statements. Two interpreters run it: ``real.Real`` opens blocks
-with ``with``, and ``by_hand.ByHand`` changes the weights one by one instead. Random
-models, and the programs that test caches, have statements of their own beside these.
+A program is a tuple of statements. For each kind there are two interpreters: those of
+``real.py`` and ``real_models.py`` open blocks with ``with``, those of ``by_hand.py``
+change the weights one by one instead. ``drawn.py`` draws programs at random.
 
-This file and ``by_hand.py`` do not import flax_sg.
+All models map an array of shape (2, 4) to one of that shape, so that they can be
+combined in any order. This file and ``by_hand.py`` do not import flax_sg.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tests.helpers import stepwise
 
 Path = tuple[str, ...]
 Program = tuple[Any, ...]
@@ -108,6 +116,101 @@ class Residual:
     body: Program
 
 
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """Reads a parameter of the module itself: ``'p0'`` or ``'p1'``."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Calls the module that was handed in, if there is one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """Applies another model to the module's own parameters, compiled once for all."""
+
+
+# Models.
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A module without blocks. ``kind``: one of ``modules.LEAVES``."""
+
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Composite:
+    """A module with submodules and statements.
+
+    Attributes:
+        style: ``'setup'`` or ``'compact'``.
+        kids: its submodules.
+        body: its statements.
+    """
+
+    style: str
+    kids: tuple[Part, ...]
+    body: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A submodule of a composite module, or a model.
+
+    Attributes:
+        spec: what it is.
+        wraps: transforms of its class, innermost first; ``'stop'`` is a lifted class.
+        where: what the lifted class, or ``Frozen``, stops.
+        shares: whether it is handed the composite's shared module in a field.
+        frozen: whether ``Frozen`` is around it.
+        rule: what these do to what they stop, as in ``Block``.
+    """
+
+    spec: Leaf | Composite
+    wraps: tuple[str, ...] = ()
+    where: Where = EVERYTHING
+    shares: bool = False
+    frozen: bool = False
+    rule: str = 'stop'
+
+
+# Statements outside of models.
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Calls a model.
+
+    Attributes:
+        model: which, of several.
+        how: how the function of its parameters is compiled, one of ``HOWS``.
+        mutable: whether its parameters are returned, too.
+    """
+
+    model: int = 0
+    how: str = 'plain'
+    mutable: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A body whose calls are differentiated together."""
+
+    body: Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Thread:
+    """A body that another thread runs, while this one waits in its blocks."""
+
+    body: Program
+
+
 def without_blocks(body: Program) -> Program:
     """The same statements, with no block or view around any."""
     out: list[Any] = []
@@ -124,6 +227,30 @@ def without_blocks(body: Program) -> Program:
             case _:
                 out.append(item)
     return tuple(out)
+
+
+def plain(part: Part) -> Part:
+    """The same model, without all that flax_sg does."""
+    wraps, spec = tuple(w for w in part.wraps if w != 'stop'), part.spec
+    if isinstance(spec, Composite):
+        kids = tuple(map(plain, spec.kids))
+        spec = Composite(spec.style, kids, without_blocks(spec.body))
+    return Part(spec, wraps, shares=part.shares)
+
+
+def statements(it: Any) -> list[Any]:
+    """All statements in a model or a statement, those inside others included."""
+    found = statements(it.spec) if isinstance(it, Part) else []
+    for item in getattr(it, 'body', ()):
+        found += [item, *statements(item)]
+    for kid in getattr(it, 'kids', ()):
+        found += statements(kid)
+    return found
+
+
+def has_lift(part: Part, name: str) -> bool:
+    """Whether a function is lifted with this transform anywhere in a model."""
+    return any(getattr(item, 'lift', '') == name for item in statements(part))
 
 
 class LeaveError(Exception):
@@ -160,3 +287,154 @@ class Interpreter:
 
     def leave(self, item: Leave, place: Any) -> None:
         raise LeaveError(item.levels)
+
+
+class OnValue(Interpreter):
+    """Statements in a model, which change a value.
+
+    Attributes:
+        x: the value.
+    """
+
+    x: jax.Array
+
+    def result(self, body: Program, x: jax.Array, place: Any = None) -> jax.Array:
+        """Runs statements on a value."""
+        self.x = x
+        self.run(body, place)
+        return self.x
+
+    def residual(self, item: Residual, place: Any) -> None:
+        before = self.x
+        self.run(item.body, place)
+        self.x = before + self.x
+
+
+# How a function of parameters and ``x`` is called.
+
+
+def _scan(fn: Any) -> Any:
+    def body(carry: Any, _: None) -> Any:
+        params, x = carry
+        return (params, fn(params, x)), None
+
+    return lambda params, x: lax.scan(body, (params, x), None, length=2)[0][1]
+
+
+def _custom_vjp(fn: Any) -> Any:
+    """A function whose rule reads the parameters when the block has closed."""
+    out = jax.custom_vjp(fn)
+
+    def forward(params: Any, x: Any) -> Any:
+        return fn(params, x), (params, x)
+
+    def backward(given: Any, ct: Any) -> Any:
+        return jax.vjp(fn, *given)[1](ct)
+
+    out.defvjp(forward, backward)
+    return out
+
+
+def _step(fn: Any) -> Any:
+    """A compiled step of training, up to the gradients."""
+    return jax.jit(jax.grad(lambda params, x: jnp.sum(fn(params, x) ** 2), (0, 1)))
+
+
+def _forward(fn: Any) -> Any:
+    def results(params: Any, x: Any) -> Any:
+        primals = params, x
+        return jax.jvp(fn, primals, jax.tree.map(jnp.ones_like, primals))
+
+    return results
+
+
+HOWS: dict[str, Callable[[Any], Any]] = {
+    'plain': lambda fn: fn,
+    'jit': jax.jit,
+    'checkpoint of jit': lambda fn: jax.checkpoint(jax.jit(fn)),
+    'jit of scan': lambda fn: jax.jit(_scan(fn)),
+    'jit of custom_vjp': lambda fn: jax.jit(_custom_vjp(fn)),
+    'step': _step,
+    'forward': _forward,
+}
+# What these return is not differentiated, and they can be in no session.
+DERIVATIVES = 'step', 'forward'
+
+
+@dataclasses.dataclass(eq=False)
+class Open:
+    """A block that is open; ``called``: whether what it takes was read in it."""
+
+    block: Block
+    called: bool = False
+
+
+class Calls(Interpreter):
+    """Statements outside of models. Their place is the blocks that are open.
+
+    Attributes:
+        models: what is called.
+        params: the parameters of each.
+        x: what each is called with.
+        results: a function for each session, and for each call outside of one. It
+            returns values and gradients; what it runs is traced already.
+    """
+
+    def __init__(self, models: tuple[Part, ...], params: Any, x: jax.Array) -> None:
+        self.models, self.params, self.x = models, params, x
+        self.results: list[Callable[[], Any]] = []
+        self._session: tuple[Any, Any, dict[str, Any]] | None = None
+
+    def start(self, program: Program) -> None:
+        """Runs a program, in no block."""
+        self.results.clear()
+        with contextlib.suppress(LeaveError):
+            self.run(program, ())
+
+    def function(self, item: Call, place: tuple[Open, ...]) -> Any:
+        """What is called: a function of parameters and ``x``."""
+        raise NotImplementedError
+
+    def block(self, item: Block, place: tuple[Open, ...]) -> None:
+        with left():
+            self.run(item.body, (*place, Open(item)))
+
+    def call(self, item: Call, place: tuple[Open, ...]) -> None:
+        fn = self.function(item, place)
+        if self._session is not None:
+            params, x, outputs = self._session
+            outputs[str(len(outputs))] = _vector(fn(params[item.model], x))
+        elif item.how in DERIVATIVES:
+            self.results.append(self.derivative(fn, self.params[item.model]))
+        else:
+            vectors = lambda *args: ({'': _vector(fn(*args))}, ())  # noqa: E731
+            args = self.params[item.model], self.x
+            self.results.append(stepwise.trace_outputs_and_grads(vectors, *args))
+
+    def derivative(self, fn: Any, params: Any) -> Callable[[], Any]:
+        return stepwise.trace(fn, params, self.x)
+
+    def session(self, item: Session, place: tuple[Open, ...]) -> None:
+        def outputs(params: Any, x: Any) -> Any:
+            self._session = params, x, {}
+            try:
+                with left():
+                    self.run(item.body, place)
+                return self._session[2], ()
+            finally:
+                self._session = None
+
+        both = stepwise.trace_outputs_and_grads(outputs, self.params, self.x)
+        self.results.append(both)
+
+    def thread(self, item: Thread, place: tuple[Open, ...]) -> None:
+        def work() -> None:
+            with left(), jax.numpy_rank_promotion('allow'):
+                self.run(item.body, ())
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
+
+
+def _vector(tree: Any) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)])

@@ -32,6 +32,8 @@ _REGEXES = {'name': '(.*/)?({})', 'under': '(.*/)?({})/.*'}
 
 def filter_of(where: Where) -> Any:
     """A filter for flax_sg; a fresh value at each call, objects and all."""
+    if where.style == 'switch':
+        SWITCH.names = where.names
     plain = True if where.kind == 'all' else _STYLES[where.style](where)
     return ~filters.as_filter(plain) if where.negated else plain
 

@@ -1,17 +1,33 @@
-"""Makes the modules of a description in ``models.py``, with flax_sg."""
+"""Makes the modules of a description, and calls them, with flax_sg."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen
+from flax.traverse_util import flatten_dict
 
+from flax_sg import errors
 from flax_sg import linen as nn
-from tests.helpers.described import models
-from tests.helpers.described.language import Use
+from tests.helpers.described import language
+from tests.helpers.described.language import (
+    HOWS,
+    Block,
+    Call,
+    Calls,
+    Inner,
+    Leaf,
+    OnValue,
+    Open,
+    Part,
+    Use,
+    left,
+)
 from tests.helpers.described.modules import LEAVES, Affine, param
 from tests.helpers.described.real import Real, filter_of, rewrite_of
 
@@ -46,9 +62,9 @@ def _mapped_class(lift: Any, cls: Any) -> Any:
     return type(cls.__name__, (scanned,), {'__call__': nn.nowrap(call)})
 
 
-def make(kid: models.Kid, **fields: Any) -> linen.Module:
+def make(kid: Part, **fields: Any) -> linen.Module:
     """A submodule, not bound yet."""
-    if isinstance(kid.spec, models.Leaf):
+    if isinstance(kid.spec, Leaf):
         cls: Any = LEAVES[kid.spec.kind]
     else:
         cls, fields = COMPOSITES[kid.spec.style], {'spec': kid.spec, **fields}
@@ -139,8 +155,16 @@ LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     'custom_vjp': _custom_vjp,
     'vjp': _vjp,
 }
+# Those of JAX, around a function of ``x`` that reads a bound module.
+RAW: dict[str, Callable[[Any], Any]] = {
+    'jax.jit': jax.jit,
+    'jax.checkpoint': jax.checkpoint,
+}
 # No variables can be created in these.
-NOT_AT_INIT = ('scan', 'vmap', 'cond', 'while_loop', 'map_variables')
+NOT_AT_INIT = ('scan', 'vmap', 'cond', 'while_loop', 'map_variables', *RAW)
+
+_INNER = Affine()
+_apply_inner = jax.jit(lambda params, x: _INNER.apply({'params': params}, x))
 
 
 # Composite modules.
@@ -149,7 +173,7 @@ NOT_AT_INIT = ('scan', 'vmap', 'cond', 'while_loop', 'map_variables')
 class Composite(linen.Module):
     """Runs the statements of a description."""
 
-    spec: models.Composite
+    spec: language.Composite
     handed_in: Any = None
 
     def make_kids(self, **named: Any) -> tuple[list[linen.Module], Any]:
@@ -199,16 +223,21 @@ class SetupComposite(Composite):
 COMPOSITES = {'setup': SetupComposite, 'compact': CompactComposite}
 
 
-class _Running(models.OnValue, Real):
+class _Running(OnValue, Real):
     """The statements of a composite module that is called."""
 
     def __init__(self, module: Any, kids: list[linen.Module]) -> None:
         self.module, self.kids = module, kids
+        self._raw: dict[Use, Callable[[Any], Any]] = {}
 
-    def own(self, item: models.Own, place: Any) -> None:
+    def own(self, item: language.Own, place: Any) -> None:
         self.x = self.x * self.module.own(item.name)
 
-    def shared(self, item: models.Shared, place: Any) -> None:
+    def inner(self, item: Inner, place: Any) -> None:
+        own = {'w': self.module.own('p0'), 'b': self.module.own('p1')}
+        self.x = jnp.tanh(_apply_inner(own, self.x))
+
+    def shared(self, item: language.Shared, place: Any) -> None:
         if self.module.handed_in is not None:
             self.x = jnp.tanh(self.module.handed_in(self.x))
 
@@ -220,11 +249,80 @@ class _Running(models.OnValue, Real):
                 module = nn.mirror(module, filter_of(item.mirror), **options)
             return jnp.tanh(module(x))  # Or values grow with the number of calls.
 
+        kid = self.kids[item.kid]
         creates = self.module.is_initializing() and item.lift in NOT_AT_INIT
-        lift = LIFTS['' if creates else item.lift]
-        self.x = lift(call, self.kids[item.kid], self.x)
+        if item.lift in RAW and not creates:
+            # Or the trace would make, and leave behind, what ``setup`` keeps.
+            getattr(kid, 'is_set_up', None)
+            compiled = RAW[item.lift](lambda x: call(kid, x))
+            self.x = self._raw.setdefault(item, compiled)(self.x)
+        else:
+            self.x = LIFTS['' if creates else item.lift](call, kid, self.x)
 
 
-def model(spec: models.Composite) -> linen.Module:
-    """The model of a description."""
-    return COMPOSITES[spec.style](spec)
+# Calls.
+
+
+class RealCalls(Calls, Real):
+    """Calls models in real blocks.
+
+    Attributes:
+        modules: the models.
+        traces: how often Python ran, by what was called.
+    """
+
+    def __init__(self, models: tuple[Part, ...], params: Any, x: jax.Array) -> None:
+        super().__init__(models, params, x)
+        self.traces = Counter[Call]()
+        self.modules = [make(part) for part in models]
+        self._paths = [list(flatten_dict(one)) for one in params]
+        self._functions: dict[Call, Any] = {}
+        self._found = set[Any]()
+
+    def function(self, item: Call, place: tuple[Open, ...]) -> Any:
+        made = self._functions.get(item) or HOWS[item.how](self._counted(item))
+        self._functions[item] = made
+
+        def fn(params: Any, x: Any) -> Any:
+            before = self.traces[item]
+            out = made(params, x)
+            again = self.traces[item] - before
+            if item.how not in UNCACHED:
+                assert again <= ((item, place) not in self._found), f'traced: {item}'
+            self._found.add((item, place))
+            for one in place:  # What is written within a negation has to match.
+                takes = dataclasses.replace(one.block.where, negated=False).takes
+                one.called |= any(map(takes, self._paths[item.model]))
+            return out
+
+        return fn
+
+    def _counted(self, item: Call) -> Any:
+        def fn(params: Any, x: Any) -> Any:
+            self.traces[item] += 1
+            variables = {'params': params, 'ema': jax.tree.map(jnp.sin, params)}
+            module = self.modules[item.model]
+            if not item.mutable:
+                return module.apply(variables, x)
+            y, written = module.apply(variables, x, mutable=['params'])
+            return y, written['params']
+
+        return fn
+
+    def derivative(self, fn: Any, params: Any) -> Callable[[], Any]:
+        """Compiled here and now: JAX finds such a program in another cache."""
+        out = fn(params, self.x)
+        return lambda: out
+
+    def block(self, item: Block, place: tuple[Open, ...]) -> None:
+        opened = Open(item)
+        try:
+            with left(), rewrite_of(item.where, item.rule, item.judged):
+                self.run(item.body, (*place, opened))
+        except (errors.UnusedFilterError, UserWarning):
+            # Something may have read a variable all the same.
+            assert item.judged and not opened.called
+
+
+# Their rules run in the backward pass, or they are not compiled.
+UNCACHED = 'plain', 'forward', 'jit of custom_vjp'
