@@ -85,7 +85,7 @@ def axes_of(eqn: Any) -> list[Axes] | None:
 
 
 def _as_set(axes: Any) -> set[int]:
-    return {axes} if isinstance(axes, int) else {*axes}
+    return {*axes} if isinstance(axes, Collection) else {axes}  # jnp.roll: of numpy.
 
 
 def _in_place(

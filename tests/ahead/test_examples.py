@@ -50,6 +50,7 @@ APART: dict[str, Any] = {
     'a convolution': lambda x: lax.conv_general_dilated(
         x[..., None], jnp.ones((2, 2, 1, 3)), (1, 1), 'SAME', dimension_numbers=NCHW
     ),
+    'rolled': lambda x: jnp.roll(x, 1, axis=1),
     'merged axes': lambda x: jax.nn.relu(x.reshape(24, 6) @ W),
     'merged and taken apart': lambda x: (x.reshape(24, 6) @ W).reshape(4, 6, 2, 3),
     'merged from inside': lambda x: jnp.swapaxes(x, 0, 1).reshape(24, 6) @ W,
@@ -158,6 +159,7 @@ MIXED: dict[str, Any] = {
     'a mean at each time': lambda x: lax.scan(
         lambda c, row: (c, row - row.mean(0, keepdims=True)), 0, x.swapaxes(0, 1)
     )[1],
+    'rolled examples': lambda x: jnp.roll(x, 1, axis=0),
     'halves': lambda x: x.reshape(2, 2, 36).sum(0),
     'callbacks': lambda x: jax.pure_callback(
         np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method='sequential'
