@@ -147,8 +147,8 @@ class Argument(NamedTuple):
                 'Call sg.precompute again.'
             )
         raise errors.ArgumentTypeError(
-            f'{who}: it lacks {min(lacking, default="nothing")}, and has '
-            f'{min(more, default="nothing")} besides.\n'
+            f'{who}: it lacks {min(lacking, default="nothing") or "one array"}, and '
+            f'has {min(more, default="nothing") or "one array"} besides.\n'
             'Give such a tree, with sg.ABSENT for a leaf or a subtree that is not read.'
         )
 

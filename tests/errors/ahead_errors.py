@@ -86,6 +86,7 @@ CASES: dict[str, Any] = {
     'other parameters computed once': lambda: split().early(
         {'head': PARAMS['head']}, X
     ),
+    'a list in place of an array': lambda: split().early(PARAMS, [X, X]),
     'a model in another mode': in_another_mode,
     'a batch left out': lambda: split().early(PARAMS),
     'what is kept left out': lambda: split().late(PARAMS),
