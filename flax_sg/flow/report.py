@@ -338,15 +338,7 @@ class GradientFlow(Shown):
         if self.arguments:
             pairs = (f'{name} is {n}' for n, name in self.arguments)
             lines.append(f'In paths and filters, {", ".join(pairs)}.')
-        by_condition: dict[str, dict[str, None]] = {}
-        for row in self.conditions:
-            for label, line in zip(self._labels, row, strict=True):
-                by_condition.setdefault(line, {})[label] = None
-        for line, names in by_condition.items():
-            if line:
-                lines.append(
-                    f'While a condition holds, {line} stops {listed([*names])}.'
-                )
+        lines += by_condition(self.conditions, self._labels)
         idle: dict[bool, list[str]] = {}
         for n in every:
             if not self.trained(n):
@@ -363,6 +355,21 @@ class GradientFlow(Shown):
             f'GradientFlow({len(self.outputs)} outputs, '
             f'{len(self.parameters)} parameters, {sum(self.live)} live)'
         )
+
+
+def by_condition(
+    conditions: Iterable[Sequence[str]], names: Sequence[str]
+) -> list[str]:
+    """What conditions stop for a while: a sentence for each line that does so."""
+    stopped: dict[str, dict[str, None]] = {}
+    for row in conditions:
+        for name, line in zip(names, row, strict=True):
+            stopped.setdefault(line, {})[name] = None
+    return [
+        f'While a condition holds, {line} stops {listed([*some])}.'
+        for line, some in stopped.items()
+        if line
+    ]
 
 
 def together(statuses: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.flow import gradient_flow
+from flax_sg.flow.report import by_condition
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, inputs_explained, variables_of
@@ -96,6 +97,7 @@ def tabulate(
             tree, classes = variables_of(model, rngs, args, options)
         options |= {'rngs': rngs, 'mutable': mutable}
     parameters: list[Counted] = []
+    notes: list[str] = []
     if leaves_of(tree).values:
         with inputs_explained('tabulate', model, args, kwargs):
             report = gradient_flow(run, tree, *args, **options)
@@ -104,8 +106,9 @@ def tabulate(
         ):
             count = report.count(n)
             parameters.append((path, shape.dtype, (count, shape.size - count)))
+        notes = by_condition(report.conditions, report.parameters)
     parameters = [x for x in parameters if x[0].collection == 'params']
-    table = ModuleTable.of(_rows(classes, parameters), parameters, depth)
+    table = ModuleTable.of(_rows(classes, parameters), parameters, depth, notes)
     if not is_graph or has_method:
         return table
     # A view of the model is a model: nothing tells what is stopped in it.
@@ -154,9 +157,13 @@ class ModuleTable(str):
 
     @classmethod
     def of(
-        cls, rows: Sequence[ModuleRow], parameters: Sequence[Counted], depth: Any
+        cls,
+        rows: Sequence[ModuleRow],
+        parameters: Sequence[Counted],
+        depth: Any,
+        notes: Iterable[str] = (),
     ) -> ModuleTable:
-        """The table of some modules, as deep as ``tabulate`` says."""
+        """The table of some modules, as deep as ``tabulate`` says, and lines below."""
         deepest = max(len(row.names) for row in rows)
         if depth == 'fit':
             fits = (n for n in range(deepest, 1, -1) if len(_joined(rows, n)) <= _LINES)
@@ -168,7 +175,8 @@ class ModuleTable(str):
             text.amount([(counts[n], dtype) for _, dtype, counts in parameters])
             for n in (0, 1)
         )
-        table = cls('\n'.join([*lines, f'Trainable: {trained}   Frozen: {frozen}']))
+        total = f'Trainable: {trained}   Frozen: {frozen}'
+        table = cls('\n'.join([*lines, total, *notes]))
         table.modules = rows
         return table
 

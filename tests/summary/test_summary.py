@@ -283,6 +283,19 @@ def test_long_names_of_classes_are_left_out():
     assert shown(model)[0].split() == ['module', 'parameters', 'trainable', 'gradient']
 
 
+def test_what_a_condition_stops_for_a_while_is_named_below_the_table():
+    class Begins(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any, step: Any) -> Any:
+            last = linen.Dense(2, name='last')
+            return nn.Frozen(last, sg.where('kernel') & (step < 3))(x)
+
+    *_, total, note = sg.tabulate(Begins(), X, jnp.array(0)).splitlines()
+    assert total == 'Trainable: 10 (40 B)   Frozen: 0'
+    assert note.startswith('While a condition holds, test_summary.py:')
+    assert note.endswith(' stops last/kernel.')
+
+
 def test_layers_that_are_trained_and_not_are_two_rows():
     runs.clear()
     assert shown(Deep()) == [
