@@ -255,5 +255,7 @@ def report(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> str
             'that early gets.'
         )
     if names:
-        lines.append('To go on from step to step, it needs an argument in each=.')
+        lines.append(
+            'To go on from step to step, it needs an argument of its own in each=.'
+        )
     return '\n'.join(lines)
