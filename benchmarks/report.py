@@ -116,6 +116,8 @@ class Results:
 
     def _range(self, *ways: str) -> str:
         times = [one.step.median for one in self._found(*ways)]
+        if not times:  # With --only.
+            return 'a part that was not measured'
         return f'{min(times):.2f} to {max(times):.2f} (median {median(times):.2f})'
 
     def _growth(self) -> list[list[str]]:
