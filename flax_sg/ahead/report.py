@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_sg.ahead.costs import is_cheap
+from flax_sg.ahead.flops import flops_of_steps
 from flax_sg.ahead.steps import Split, Step, Value, is_in
 from flax_sg.internals import jaxprs
 from flax_sg.rendering import text
@@ -53,45 +53,6 @@ def kept_of(split: Split) -> list[Kept]:
         line = f'{jaxprs.operation(step.eqn)} at {step.source}' if step else 'an input'
         rows.append(Kept(aval.str_short(), aval.size * aval.dtype.itemsize, line))
     return rows
-
-
-def flops_of(eqns: Iterable[Any]) -> float:
-    """The flops of some equations. Of a branch the longest, of a loop all turns.
-
-    A ``while`` has no known number of turns, and counts once.
-    """
-    return sum(map(_flops, eqns))
-
-
-def _flops_of_steps(steps: Iterable[Step]) -> float:
-    return sum(
-        step.times * _flops_of_steps(step.inner) if step.inner else _flops(step.eqn)
-        for step in steps
-    )
-
-
-def _flops(eqn: Any) -> float:
-    name, params = eqn.primitive.name, eqn.params
-    size = sum(math.prod(var.aval.shape) for var in eqn.outvars)
-    if name == 'dot_general':
-        (contracted, _), _ = params['dimension_numbers']
-        shape = eqn.invars[0].aval.shape
-        return 2.0 * size * math.prod(shape[axis] for axis in contracted)
-    if name == 'conv_general_dilated':
-        kernel = eqn.invars[1].aval.shape
-        return (
-            2.0
-            * size
-            * math.prod(kernel)
-            / kernel[params['dimension_numbers'].rhs_spec[0]]
-        )
-    if name in jaxprs.CUSTOM_CALLS:
-        return flops_of(jaxprs.body_of(eqn).eqns)
-    if bodies := jaxprs.Bodies.of(eqn).jaxprs:
-        return params.get('length', 1) * max(
-            flops_of(jaxprs.opened(body).eqns) for body in bodies
-        )
-    return float(size)
 
 
 class Obstacle(NamedTuple):
@@ -145,7 +106,10 @@ def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
     rows: dict[Obstacle, None] = {}
     for step in split.steps:
         read = step.read()
-        reasons = set[int]().union(*(changing.get(n, ()) for n in read))
+        # An operation that mixes examples is a reason itself. A part of an equation is
+        # none: what is frozen in it may come before that.
+        values = (*read, *step.outs) if step.call is None else read
+        reasons = set[int]().union(*(changing.get(n, ()) for n in values))
         weights = set[int]().union(*(frozen.get(n, ()) for n in read))
         if not reasons:
             if weights and split.data.isdisjoint(read):
@@ -239,7 +203,7 @@ def report(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> str
     if rows:
         cells = [[row.type, f'{row.bytes:,}', row.line] for row in rows]
         lines += [text.table(['kept', 'bytes', 'made by'], cells, ['bytes']), '']
-    once, late = map(_flops_of_steps, (split.early, split.late))
+    once, late = map(flops_of_steps, (split.early, split.late))
     share = once / (once + late) if once + late else 0.0
     total = sum(row.bytes for row in rows)
     lines.append(f'{share:.1%} of the flops are done once; {total:,} bytes are kept.')

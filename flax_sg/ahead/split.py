@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_sg import errors
-from flax_sg.ahead import checkpoints, loops
+from flax_sg.ahead import branches, checkpoints, loops, whiles
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.cut import cheapest_cut
 from flax_sg.ahead.rows import Mask, Rows
@@ -107,5 +107,7 @@ def _needed(at_each_step: Sequence[Step], outputs: Iterable[Any]) -> list[Step]:
 # How equations of which a part changes are taken apart.
 _RULES: dict[str, Rule] = {
     'scan': functools.partial(loops.in_parts, split),
+    'cond': functools.partial(branches.in_parts, split),
+    'while': functools.partial(whiles.in_parts, split),
     **dict.fromkeys(jaxprs.CHECKPOINTS, checkpoints.in_parts),
 }

@@ -200,6 +200,18 @@ def test_what_mixes_examples(name: str) -> None:
     assert any(isinstance(place, Mixed) for place in places(MIXED[name]))
 
 
+def test_a_frozen_product_over_the_batch() -> None:
+    """The operation that mixes examples reads the frozen weights itself."""
+    weights = {'torso': jnp.ones((len(X), 4)), 'head': jnp.ones((4, 2))}
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(x.reshape(len(x), -1).T @ params['torso'] @ params['head'])
+
+    match = 'torso is computed at each step: dot_general at .* mixes the examples'
+    with pytest.raises(sg.errors.ArgumentTypeError, match=match):
+        sg.precompute(loss, weights, X, wrt='head', examples=True)
+
+
 class Net(nn.Module):
     """A convolution, a normalization, a head; and a normalization of the batch."""
 

@@ -10,35 +10,7 @@ from jax import lax
 
 import flax_sg as sg
 from flax_sg import linen as nn
-
-PARAMS: Any = {
-    name: jax.random.normal(jax.random.key(n), (4, 4)) / 2
-    for n, name in enumerate(('torso', 'cell', 'head'))
-}
-XS = jax.random.normal(jax.random.key(9), (6, 3, 4))
-TRAINED = ['cell', 'head']
-
-
-def products(fun: Any, *args: Any) -> int:
-    """How many products stand in a program, wherever they are."""
-    return str(jax.make_jaxpr(fun)(*args)).count('dot_general[')
-
-
-def assert_split(fun: Any, *args: Any, wrt: Any = TRAINED, once: int) -> Any:
-    """Value and gradients are those of the function; some products are made once."""
-    ahead = sg.precompute(fun, PARAMS, *args, wrt=wrt)
-    kept = ahead.early(PARAMS, *args)
-    ours = sg.value_and_grad(ahead.late, wrt=wrt, unused='ignore')(PARAMS, kept)
-    right = sg.value_and_grad(fun, wrt=wrt, unused='ignore')(PARAMS, *args)
-    assert jax.tree.structure(ours) == jax.tree.structure(right)
-    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    whole = products(fun, PARAMS, *args)
-    assert products(ahead.late, PARAMS, kept) == whole - once
-    assert products(ahead.early, PARAMS, *args) == once
-    away = {k: v if k in TRAINED else sg.ABSENT for k, v in PARAMS.items()}
-    np.testing.assert_allclose(ahead.late(away, kept), right[0], rtol=1e-4)
-    return ahead
+from tests.helpers.splits import PARAMS, TRAINED, XS, assert_split, products
 
 
 @pytest.mark.every_case

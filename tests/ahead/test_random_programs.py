@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 import flax_sg as sg
+from tests.helpers.splits import bits
 
 NAMES = ('a', 'b', 'c')
 PARAMS: Any = {
@@ -184,7 +185,7 @@ def assert_split(seed: int) -> None:
     moving = sg.substitute(PARAMS, jax.tree.map(lambda w: w + 0.1, PARAMS), where=wrt)
     other = jax.random.key(3) if each else KEY
     again = jax.jit(ahead.early)(moving, *data)
-    jax.tree.map(np.testing.assert_array_equal, *map(_bits, (again, kept)))
+    jax.tree.map(np.testing.assert_array_equal, *map(bits, (again, kept)))
     how: Any = {'wrt': wrt, 'has_aux': True, 'unused': 'ignore'}
     right = jax.jit(sg.value_and_grad(loss, **how))
     ours = jax.jit(sg.value_and_grad(ahead.late, **how))
@@ -231,15 +232,10 @@ def assert_split_in_nnx(seed: int) -> None:
     for _ in range(2):
         results = ours(model, kept), right(other, X)
         pair = [*zip(results, map(nnx.state, (model, other)), strict=True)]
-        for a, b in zip(*map(_bits, map(jax.tree.leaves, pair)), strict=True):
+        for a, b in zip(*map(bits, map(jax.tree.leaves, pair)), strict=True):
             a, b = (np.asarray(x, np.float32) for x in (a, b))
             scale = np.abs(b).max() + 1e-3
             np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=1e-3)
-
-
-def _bits(kept: Any) -> Any:
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return [jax.random.key_data(x) if is_key(x) else x for x in kept]
 
 
 # These three have each operation in them, and most in each body.

@@ -10,7 +10,7 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
-from flax_sg.ahead.report import flops_of
+from flax_sg.ahead.flops import flops_of
 
 KEY = jax.random.key(0)
 X = jnp.ones((4, 8))

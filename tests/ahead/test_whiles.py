@@ -1,0 +1,199 @@
+"""``while`` loops of which a part does not change, beside the whole ones."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import flax_sg as sg
+from tests.helpers.splits import (
+    MOVED,
+    PARAMS,
+    TRAINED,
+    XS,
+    assert_same,
+    assert_split,
+    products,
+)
+
+X = XS[0]
+
+
+def until(x: Any, size: float) -> Any:
+    """A condition: as long as the norm is smaller."""
+    return jnp.sum(x**2) < size
+
+
+def test_what_is_carried_and_does_not_change():
+    """It is known where the frozen part ends, and the rest goes along with it again."""
+
+    def fun(params: Any, x: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            n, a, b = carry
+            a = jnp.sin(a @ params['torso']) + a + 0.1
+            return n + 1, a, jnp.tanh(lax.stop_gradient(b @ params['cell'] + a))
+
+        start = 0, x / 9, jnp.zeros((3, 4))
+        n, a, b = lax.while_loop(lambda carry: until(carry[1], 40.0), turn, start)
+        last = jnp.sin(a @ params['torso']) * n.astype(float)
+        return jnp.sum(last @ params['head']) + jnp.sum(b @ params['head'])
+
+    assert_split(fun, X, once=2, again=1)
+
+
+def test_a_part_that_nothing_else_reads():
+    """The loop that is left reads the counter alone, and no frozen weights."""
+
+    def fun(params: Any, x: Any, count: Any) -> Any:
+        def turn(n: Any, carry: Any) -> Any:
+            a, b = carry
+            return jnp.tanh(a @ params['torso'] + x), jnp.tanh(b @ params['cell'])
+
+        def stopped(n: Any, carry: Any) -> Any:
+            return lax.stop_gradient(turn(n, carry))
+
+        a, b = lax.fori_loop(0, count, stopped, (x, x))
+        return jnp.sum(jnp.sin(a @ params['torso']) @ params['head']) + jnp.sum(b)
+
+    for count in 0, 3:
+        assert_split(fun, X, jnp.int32(count), once=2)
+
+
+def test_what_is_the_same_in_all_turns():
+    """It leaves the loop, whatever that carries."""
+
+    def fun(params: Any, x: Any) -> Any:
+        start = lax.stop_gradient(x @ params['cell']) / 9
+
+        def turn(h: Any) -> Any:
+            return h + jnp.tanh(h) + jnp.sin(x @ params['torso']) + 0.1
+
+        h = lax.while_loop(lambda h: until(h, 400.0), turn, start)
+        return jnp.sum(h @ params['head'])
+
+    ahead = assert_split(fun, X, once=1)
+    assert [k.shape for k in ahead.kept] == [(3, 4)] * 2
+
+
+def test_a_condition_that_changes():
+    """Then it is not known how many turns the frozen part goes."""
+
+    def fun(params: Any, x: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            a, b = carry
+            return jnp.tanh(a @ params['torso'] + x), b + 1.0
+
+        start = x, lax.stop_gradient(params['cell']).sum()
+        a, _ = lax.while_loop(lambda carry: carry[1] < 3.0, turn, start)
+        return jnp.sum(a @ params['head'])
+
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    for params in PARAMS, MOVED, jax.tree.map(jnp.negative, PARAMS):
+        kept = ahead.early(PARAMS, X)
+        frozen = {**params, 'torso': PARAMS['torso']}
+        ours = sg.value_and_grad(ahead.late, wrt='head')(frozen, kept)
+        assert_same(ours, sg.value_and_grad(fun, wrt='head')(frozen, X))
+
+
+def test_without_jit_it_is_exact():
+    """Each operation runs by itself, as often as in the loss."""
+
+    def fun(params: Any, x: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            a, b = carry
+            a = a + jnp.sin(a @ params['torso']) + jnp.cos(x @ params['torso']) + 1.0
+            return a, lax.stop_gradient(jnp.tanh(b @ params['cell'] + a))
+
+        a, b = lax.while_loop(lambda carry: until(carry[0], 400.0), turn, (x, x))
+        return jnp.sum((jnp.sin(a @ params['torso']) + b) @ params['head'])
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    how: Any = {'wrt': TRAINED, 'unused': 'ignore'}
+    with jax.disable_jit():
+        kept = ahead.early(PARAMS, X)
+        ours = sg.value_and_grad(ahead.late, **how)(PARAMS, kept)
+        right = sg.value_and_grad(fun, **how)(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, ours, right)
+
+
+def test_a_while_in_a_scan_in_a_branch():
+    """Each is split, from the outside in; a key goes along."""
+
+    def fun(params: Any, xs: Any, key: Any) -> Any:
+        def layer(h: Any, x: Any) -> Any:
+            def turn(carry: Any) -> Any:
+                key, a, b = carry
+                key, new = jax.random.split(key)
+                a = jnp.sin(a @ params['torso']) + a + jax.random.uniform(new, a.shape)
+                return key, a, lax.stop_gradient(jnp.tanh(b @ params['cell'] + a))
+
+            start = key, x, h
+            _, a, b = lax.while_loop(lambda carry: until(carry[1], 99.0), turn, start)
+            return b, (a @ params['torso']) @ params['head']
+
+        def branch(xs: Any) -> Any:
+            h, outs = lax.scan(layer, jnp.zeros((3, 4)), xs)
+            return h @ params['head'] + outs.sum(0)
+
+        out = lax.cond(xs.sum() > 0, branch, lambda xs: xs[0] @ params['head'], xs)
+        return jnp.sum(out**2)
+
+    for xs in abs(XS), -abs(XS):
+        assert_split(fun, xs, jax.random.key(2), once=2, again=1)
+
+
+def test_rows_of_a_stack():
+    """What frozen layers make is the same in all turns; trained ones stay in it."""
+    params = {'stack': jax.random.normal(jax.random.key(5), (3, 4, 4)) / 2}
+
+    def fun(params: Any, x: Any) -> Any:
+        def turn(h: Any) -> Any:
+            y = jnp.sin(x @ params['stack'][0]) @ params['stack'][1]
+            return h + lax.stop_gradient(jnp.tanh(h @ params['stack'][2] + y) + 0.3)
+
+        h = lax.while_loop(lambda h: until(h, 99.0), turn, jnp.ones((3, 4)))
+        return jnp.sum(jnp.sin(h @ params['stack'][2]))
+
+    moved = {'stack': params['stack'].at[2].add(0.1)}
+    ahead = sg.precompute(fun, params, X, wrt=sg.at('stack', np.s_[2:]))
+    kept = ahead.early(params, X)
+    jax.tree.map(np.testing.assert_array_equal, ahead.early(moved, X), kept)
+    assert products(ahead.early, params, X) == 2
+    assert products(ahead.late, params, kept) == 2
+    for given in params, moved:
+        value, grads = jax.value_and_grad(fun)(given, X)
+        right = value, {'stack': grads['stack'].at[:2].set(0)}
+        assert_same(jax.value_and_grad(ahead.late)(given, kept), right)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('is_mixed', (False, True))
+def test_examples(is_mixed: bool):
+    """Turns for all examples go on; a condition that asks all of them mixes."""
+
+    def fun(params: Any, x: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            n, a, b = carry
+            a = jnp.tanh(a @ params['torso'])
+            return n + 1.0, a, lax.stop_gradient(jnp.tanh(b @ params['cell'] + a))
+
+        def goes_on(carry: Any) -> Any:
+            return carry[0] < (carry[1].sum() if is_mixed else 3.0)
+
+        _, a, b = lax.while_loop(goes_on, turn, (0.0, x, x))
+        return jnp.sum((((a @ params['torso']) + b) @ params['head']) ** 2)
+
+    if is_mixed:
+        match = 'torso is computed at each step: reduce_sum at .* mixes the examples'
+        with pytest.raises(sg.errors.ArgumentTypeError, match=match):
+            sg.precompute(fun, PARAMS, X, wrt=TRAINED, examples=True)
+        return
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED, examples=True)
+    kept, order = ahead.early(PARAMS, X), jnp.array([2, 0, 1])
+    how: Any = {'wrt': TRAINED, 'unused': 'ignore'}
+    ours = sg.value_and_grad(ahead.late, **how)(PARAMS, [x[order] for x in kept])
+    assert_same(ours, sg.value_and_grad(fun, **how)(PARAMS, X[order]))
