@@ -12,6 +12,7 @@ from jax import lax
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg.ahead.examples import Examples, Mixed, followed
+from tests.helpers import oracle
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (4, 6, 6))
@@ -230,7 +231,7 @@ class Net(nn.Module):
 def split(kind: str) -> tuple[Any, Any, Any, Any]:
     """A loss that normalizes its labels by the batch, and its arguments."""
     net = Net(kind)
-    variables = net.init(KEY, X)
+    variables = oracle.init(net, KEY, X)
     params, stats = variables['params'], variables['batch_stats']
 
     def loss(params: Any, stats: Any, x: Any, y: Any) -> Any:

@@ -10,6 +10,7 @@ from jax import lax
 
 import flax_sg as sg
 from flax_sg import linen as nn
+from tests.helpers import oracle
 from tests.helpers.splits import PARAMS, TRAINED, XS, assert_split, products
 
 
@@ -170,7 +171,7 @@ def test_models_of_linen():
             return scan(name='scan')(jnp.zeros((3, 4)), xs)[1]
 
     net = Net()
-    params = net.init(jax.random.key(0), XS)['params']
+    params = oracle.init(net, jax.random.key(0), XS)['params']
 
     def loss(params: Any, xs: Any) -> Any:
         return jnp.mean(net.apply({'params': params}, xs) ** 2)

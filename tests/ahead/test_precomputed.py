@@ -13,6 +13,7 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 PARAMS: Any = {
     'body': {'w': jax.random.normal(jax.random.key(0), (4, 4)) / 2},
@@ -123,7 +124,7 @@ class Model(nn.Module):
 def test_a_model_of_linen(train: bool):
     """Blocks, ``Frozen``, a mirror, dropout of a key that changes."""
     model = Model()
-    variables = model.init({'params': KEY, 'dropout': KEY}, X)
+    variables = oracle.init(model, {'params': KEY, 'dropout': KEY}, X)
 
     def fun(params: Any, x: Any, key: Any) -> Any:
         rest = {**variables, 'params': params}
@@ -148,7 +149,7 @@ def test_a_model_of_linen(train: bool):
 def test_a_module_in_place_of_a_function():
     """Its ``apply`` is split, as ``sg.live`` takes it."""
     model = nn.Sequential([nn.Frozen(nn.Dense(4)), nn.Dense(2)])
-    variables = model.init(KEY, X)
+    variables = oracle.init(model, KEY, X)
     live = sg.live(model, variables, X)
     ahead = sg.precompute(model, variables, X, wrt=live)
     kept = ahead.early(variables, X)

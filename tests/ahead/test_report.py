@@ -11,6 +11,7 @@ from flax import nnx
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg.ahead.flops import flops_of
+from tests.helpers import oracle
 
 KEY = jax.random.key(0)
 X = jnp.ones((4, 8))
@@ -34,7 +35,7 @@ class Net(nn.Module):
 
 def split(kind: str, *wrt: str) -> Any:
     net = Net(kind)
-    variables = net.init({'params': KEY, 'dropout': KEY}, X)
+    variables = oracle.init(net, {'params': KEY, 'dropout': KEY}, X)
 
     def loss(variables: Any, x: Any, key: Any) -> Any:
         rngs = {'dropout': key}
@@ -198,7 +199,7 @@ def test_modules_as_far_as_they_differ():
 def test_running_averages_in_another_argument():
     """The function returns new ones, and what is kept is made of the old ones."""
     net = Net('plain')
-    variables = net.init({'params': KEY, 'dropout': KEY}, X)
+    variables = oracle.init(net, {'params': KEY, 'dropout': KEY}, X)
 
     def loss(params: Any, stats: Any, x: Any) -> Any:
         variables = {'params': params, 'batch_stats': stats}

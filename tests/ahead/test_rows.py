@@ -14,6 +14,7 @@ from flax_sg import linen as nn
 from flax_sg.ahead.rows import Rows
 from flax_sg.ahead.walk import Walk
 from flax_sg.flow.flat import Site
+from tests.helpers import oracle
 
 LAYERS = 5
 STACK = jax.random.normal(jax.random.key(0), (LAYERS, 4, 4)) / 2
@@ -212,7 +213,7 @@ class Tower(nn.Module):
 def test_frozen_layers_of_a_scan(remat: bool):
     """``frozen_layers=`` reads the whole stack, by an index."""
     net = Tower({'frozen_layers': slice(3)}, remat)
-    params = net.init(jax.random.key(2), X)['params']
+    params = oracle.init(net, jax.random.key(2), X)['params']
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(net.apply({'params': params}, x) ** 2)
@@ -223,7 +224,7 @@ def test_frozen_layers_of_a_scan(remat: bool):
 def test_a_stack_with_a_mask():
     """A block around a plain scan, and a filter without a stop."""
     net = Tower({})
-    params = net.init(jax.random.key(2), X)['params']
+    params = oracle.init(net, jax.random.key(2), X)['params']
 
     def plain(params: Any, x: Any) -> Any:
         return jnp.mean(net.apply({'params': params}, x) ** 2)

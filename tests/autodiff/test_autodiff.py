@@ -229,7 +229,7 @@ def test_a_dict_of_collections():
         def __call__(self, x):
             return fnn.BatchNorm(use_running_average=True, name='norm')(x)
 
-    variables = Normed().init(jax.random.key(0), X)
+    variables = oracle.init(Normed(), jax.random.key(0), X)
 
     def fun(variables):
         return jnp.sum(Normed().apply(variables, X) ** 2)

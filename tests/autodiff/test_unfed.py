@@ -10,6 +10,7 @@ import pytest
 import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.ones((2, 3))
 
@@ -25,7 +26,7 @@ class Halves(nn.Module):
 
 
 MODEL = Halves()
-PARAMS = MODEL.init(jax.random.key(0), X)['params']
+PARAMS = oracle.init(MODEL, jax.random.key(0), X)['params']
 
 
 def loss(params):

@@ -486,7 +486,7 @@ def test_a_function_that_knows_no_path_of_another_model_is_asked_once():
         (one, ['kernel', 'bias']),
         (other, ['layers_0/kernel', 'layers_0/bias']),
     ):
-        variables = model.init(jax.random.key(0), x)
+        variables = oracle.init(model, jax.random.key(0), x)
         asked.clear()
         with opening(paths):
             early = list(asked)

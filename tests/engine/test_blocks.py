@@ -56,7 +56,7 @@ class Model(fnn.Module):
 
 
 MODEL = Model()
-PARAMS = MODEL.init(jax.random.key(0), ROWS)['params']
+PARAMS = oracle.init(MODEL, jax.random.key(0), ROWS)['params']
 
 
 def apply(params: Any) -> Any:
@@ -233,7 +233,7 @@ def test_a_variable_that_there_is_not_in_a_block():
 # Opening and closing leave JAX's context and the thread as they were.
 
 DENSE = fnn.Dense(3)
-OF_DENSE = DENSE.init(jax.random.key(0), ROWS)['params']
+OF_DENSE = oracle.init(DENSE, jax.random.key(0), ROWS)['params']
 
 
 def dense(params: Any) -> Any:
@@ -581,7 +581,7 @@ def test_a_block_in_a_compact_name_scope_belongs_to_its_module():
             return self.up(x)
 
     x = jnp.ones((2, 3))
-    params = Model().init(jax.random.key(0), x)['params']
+    params = oracle.init(Model(), jax.random.key(0), x)['params']
 
     def by_hand(params, x):
         dense = oracle.stopped(params['up']['dense'], oracle.below('kernel'))
@@ -911,7 +911,7 @@ PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
 def test_paths_and_one_evaluation_for_each(name):
     """Whether read by one way or several, under whatever transforms."""
     make, wanted = PATHS[name]
-    variables = make(lambda path: True).init(RNGS, X)
+    variables = oracle.init(make(lambda path: True), RNGS, X)
     seen = []
 
     class Where:
@@ -942,7 +942,7 @@ def test_paths_and_one_evaluation_for_each(name):
 def test_other_code_patches_what_is_hooked(steps, monkeypatch):
     """Before and after a block, in it, and from within it to after it."""
     module, x = nn.Dense(1), jnp.ones((2, 3))
-    variables = module.init(jax.random.key(0), x)
+    variables = oracle.init(module, jax.random.key(0), x)
     original, met, block = Scope.get_variable, [], nn.stop_gradient('kernel')
 
     def patched(self: Scope, *args: Any) -> Any:
@@ -1053,7 +1053,7 @@ def test_modules_open_blocks_in_each_other():
                 x = Inner(name='two')(Inner(name='one')(x))
             return x * self.param('kernel', fnn.initializers.ones, (1, 3))
 
-    params = Outer().init(jax.random.key(0), ROWS)['params']
+    params = oracle.init(Outer(), jax.random.key(0), ROWS)['params']
     stopped = {'one/kernel', 'one/bias', 'two/kernel'}
 
     def by_hand(params):
@@ -1093,7 +1093,7 @@ def test_a_block_closed_by_another_task():
 
 def test_blocks_of_two_generators_that_are_closed_while_a_filter_is_asked():
     rewrite, module, x = nn.stop_gradient('b'), Affine(), jnp.ones(2)
-    variables = module.init(jax.random.key(0), x)
+    variables = oracle.init(module, jax.random.key(0), x)
 
     def suspended():
         with rewrite:

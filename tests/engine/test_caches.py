@@ -53,7 +53,7 @@ def _no_traces_yet() -> Iterator[None]:
 
 
 MODEL = Encoder()
-PARAMS = MODEL.init(jax.random.key(0), X)['params']
+PARAMS = oracle.init(MODEL, jax.random.key(0), X)['params']
 
 # What each letter of an order means: the filter of the block around the call.
 WHERE: dict[str, Any] = {'o': None, 'i': 'dense/kernel', 'j': 'dense/**'}
@@ -323,7 +323,7 @@ def test_a_jitted_class_in_a_scan_in_a_block_is_traced_once():
             return jnp.tanh(fnn.Dense(3)(x)), None
 
     layers = fnn.scan(fnn.jit(Layer), **oracle.STACKED, length=2)
-    variables = layers().init(jax.random.key(0), X, None)
+    variables = oracle.init(layers(), jax.random.key(0), X, None)
     for traces in (True, False, False):
         TRACES.clear()
         with nn.stop_gradient('**/kernel'):
@@ -519,7 +519,7 @@ def test_what_a_jitted_closure_reads_belongs_to_one_owner(read):
 
         return [call(owner) for owner in owners]
 
-    params = Owners().init(jax.random.key(0), X)['params']
+    params = oracle.init(Owners(), jax.random.key(0), X)['params']
     for owners in ('ab', 'ta', 'ba', 'at')[: None if read == 'variable' else 2]:
 
         def grads(where_of, owners=owners):
@@ -554,7 +554,7 @@ class Zeros(rules.Rule):
 )
 def test_two_threads_share_a_jitted_closure(first, opens):
     """The block of the second is open before anybody knows that owners matter."""
-    params = Owners().init(jax.random.key(0), X)['params']
+    params = oracle.init(Owners(), jax.random.key(0), X)['params']
     model = Owners().bind({'params': params})
     _ = model.a.inner.w, model.b.inner.w
     w = params['a']['inner']['w']
@@ -692,7 +692,7 @@ class Pair(fnn.Module):
         return jnp.tanh(fnn.Dense(3, name='head')(x))
 
 
-OF_PAIR = Pair().init(jax.random.key(0), X)['params']
+OF_PAIR = oracle.init(Pair(), jax.random.key(0), X)['params']
 
 
 def pair(params, x):
@@ -744,7 +744,7 @@ def test_two_threads_that_differentiate_one_function():
     running: list[int] = []
     most: list[int] = []
     module, x = fnn.Dense(2), jnp.ones((1, 2))
-    params = module.init(jax.random.key(0), x)['params']
+    params = oracle.init(module, jax.random.key(0), x)['params']
 
     def apply(params: Any) -> Any:
         return module.apply({'params': params}, x)
@@ -792,7 +792,7 @@ def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
                 x = jitted(name='counts')(x)
             return x * state.value
 
-    variables = Model().init(jax.random.key(0), jnp.ones(2), 'params')
+    variables = oracle.init(Model(), jax.random.key(0), jnp.ones(2), 'params')
 
     def loss(state: Any, names: Any) -> Any:
         y, out = Model().apply({'state': state}, jnp.ones(2), names, mutable=['state'])
@@ -831,7 +831,7 @@ def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
             with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
                 return jnp.sum(b(a(x)))
 
-    variables = Model().init(jax.random.key(0), X)
+    variables = oracle.init(Model(), jax.random.key(0), X)
     counted.clear_cache()
     # For the shape, Flax traces initializers again: those of ``init`` are in the cache.
     drawn.clear_cache()
@@ -885,7 +885,7 @@ def test_a_helper_in_a_body_reads_what_a_block_brings(lift):
             return helper(carry) + jnp.zeros_like(x), None
 
     model, inputs = HANDED_ARRAYS[lift](Cell)(), (jnp.ones(2), jnp.zeros(2))
-    variables = model.init(jax.random.key(0), *inputs)
+    variables = oracle.init(model, jax.random.key(0), *inputs)
 
     def run() -> Any:
         return jnp.mean(model.apply(variables, *inputs)[0])

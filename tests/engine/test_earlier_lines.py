@@ -10,6 +10,7 @@ import pytest
 
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 KEY = jax.random.key(0)
@@ -128,7 +129,7 @@ def variables_of(model: Any) -> Any:
     """All variables of a model, whether ``init`` would reach them or not."""
     if not isinstance(model, Base):
         return model.init(KEY, X)
-    dense = fnn.Dense(2).init(KEY, X)['params']
+    dense = oracle.init(fnn.Dense(2), KEY, X)['params']
     names = 'torso', 'head', 'layers_0', 'layers_1'
     return {'params': {**dict.fromkeys(names, dense), 'scale': jnp.ones((2, 2))}}
 

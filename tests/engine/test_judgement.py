@@ -46,7 +46,7 @@ class Two(fnn.Module):
 
 
 MODEL = Two()
-VARIABLES = MODEL.init(KEY, X)
+VARIABLES = oracle.init(MODEL, KEY, X)
 PARAMS = VARIABLES['params']
 
 
@@ -421,7 +421,7 @@ class TwoLayers(nn.Module):
 def test_the_exception_of_a_body_is_not_one_of_a_filter(unused, elsewhere):
     """The filter of a table knows what is read, and not what else there is."""
     known = {'a/kernel': False, 'a/bias': False}
-    variables = TwoLayers().init(KEY, X)
+    variables = oracle.init(TwoLayers(), KEY, X)
 
     def run(**fields: Any) -> Any:
         with nn.stop_gradient(lambda path: known[path], unused=unused):
@@ -435,7 +435,7 @@ def test_the_exception_of_a_body_is_not_one_of_a_filter(unused, elsewhere):
 
 
 def test_a_program_that_another_thread_traced_meanwhile_under_the_same_number():
-    variables = fnn.Dense(2).init(KEY, X)
+    variables = oracle.init(fnn.Dense(2), KEY, X)
     step = jax.jit(jax.grad(lambda v: jnp.sum(fnn.Dense(2).apply(v, X))))
     is_open, is_traced = threading.Event(), threading.Event()
     block = functools.partial(nn.stop_gradient, 'kern*')

@@ -271,7 +271,7 @@ def test_a_compiled_program_beside_another_model_warns():
         step()
 
     new = Net(('of_this_test',))
-    variables = new.init(jax.random.key(0), X)
+    variables = oracle.init(new, jax.random.key(0), X)
 
     def run() -> None:
         step()

@@ -370,7 +370,7 @@ def test_rules_together_in_a_body_raise_and_around_it_are_those_by_hand(name):
     x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
     if name == 'scan':
         x = x[0]
-    params = Model(nothing, nothing).init(jax.random.key(0), x)['params']
+    params = oracle.init(Model(nothing, nothing), jax.random.key(0), x)['params']
     clip = lambda where: nn.clip_gradient(where, global_norm=0.1)  # noqa: E731
     for rule in (clip, lambda _: nn.copy_cotangent({'Dense_0/bias': 'Dense_0/bias'})):
         with pytest.raises(errors.BlockError, match='in the body of a transform'):
@@ -386,7 +386,7 @@ def test_rules_together_in_a_body_raise_and_around_it_are_those_by_hand(name):
 def test_a_rule_with_a_number_of_each_example_of_each_batch(name):
     rule, hand = OF_EXAMPLES[name]
     xs = jnp.linspace(-0.5, 1.0, 48).reshape(2, 4, 2, 3)
-    params = DENSE.init(jax.random.key(0), xs)['params']
+    params = oracle.init(DENSE, jax.random.key(0), xs)['params']
 
     def ruled(p: Any, x: Any) -> Any:
         with rule(jnp.sum(x**2)):
@@ -448,7 +448,7 @@ def test_a_rule_with_a_number_of_each_example(name, lift):
         return jnp.sum(lift(Batch)().apply({'params': params}, xs) ** 2)
 
     xs = jnp.linspace(-0.5, 1.0, 24).reshape(4, 2, 3)
-    params = DENSE.init(jax.random.key(0), xs)['params']
+    params = oracle.init(DENSE, jax.random.key(0), xs)['params']
     expected = of_each_example(hand, params, xs)
     chex.assert_trees_all_close(jax.grad(loss)(params), expected)
 

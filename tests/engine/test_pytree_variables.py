@@ -15,6 +15,7 @@ from flax.core.meta import Partitioned
 import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import oracle
 from tests.helpers.left_over import forget_contexts
 from tests.helpers.profile import LONG
 
@@ -114,7 +115,7 @@ def in_block(params, kind, where):
 
 def in_frozen(params, kind, where):
     tree = InFrozen(kind, where)
-    variables = tree.init(jax.random.key(0))['params']
+    variables = oracle.init(tree, jax.random.key(0))['params']
     [name] = variables
     grads = grads_of(lambda p: tree.apply({'params': {name: p}}), params)
     return zeros(grads)
@@ -202,7 +203,7 @@ CASES: list[tuple[str, Any, set[str]]] = [
 def test_one_rule(surface):
     quick = surface in (in_partition, in_mask, in_block)
     for kind, where, expected in CASES if quick or LONG else CASES[::4]:
-        params = Model(kind).init(jax.random.key(0))['params']
+        params = oracle.init(Model(kind), jax.random.key(0))['params']
         assert surface(params, kind, where) == expected, (kind, where)
 
 

@@ -623,7 +623,7 @@ def test_a_long_block_keeps_no_parameters_of_a_setup_that_ran_again():
 
     held: list[Any] = []
     kid = Kid()
-    variables = kid.init(RNGS, X)
+    variables = oracle.init(kid, RNGS, X)
     with nn.scale_gradient('b', 2.0):
         for _ in range(3):
             copied = jax.tree.map(lambda leaf: leaf + 0, variables)

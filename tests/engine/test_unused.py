@@ -12,7 +12,7 @@ import pytest
 from flax_sg import core, errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
-from tests.helpers import extents
+from tests.helpers import extents, oracle
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -36,7 +36,7 @@ class Model(fnn.Module):
 
 
 MODEL = Model()
-VARIABLES = MODEL.init(jax.random.key(0), X)
+VARIABLES = oracle.init(MODEL, jax.random.key(0), X)
 
 
 class Opens(fnn.Module):
@@ -59,7 +59,7 @@ class Mounted(fnn.Module):
         return Opens(self.where, name='enc')(fnn.Dense(3, name='other')(x))
 
 
-MOUNTED = Mounted(False).init(jax.random.key(0), X)
+MOUNTED = oracle.init(Mounted(False), jax.random.key(0), X)
 
 
 def trace(fn: Any, *args: Any) -> None:
@@ -204,7 +204,7 @@ def test_what_lies_outside_the_module_counts_when_it_is_read():
             with nn.stop_gradient(self.where):
                 return self.tied(dense(x))
 
-    variables = Outer(False).init(jax.random.key(0), X)
+    variables = oracle.init(Outer(False), jax.random.key(0), X)
     read(Outer('/tied/**'), variables)
     read(Outer(['/tied/kernel', 'dense/**']), variables)
     for where in ('tied/**', 'enc/dense/**'):

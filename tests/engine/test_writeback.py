@@ -16,6 +16,7 @@ import pytest
 
 from flax_sg import errors
 from flax_sg import linen as nn
+from tests.helpers import oracle
 from tests.helpers.oracle import SHARED, assert_same, is_zero
 from tests.helpers.stepwise import assert_same_grads, evaluate
 
@@ -476,7 +477,7 @@ class Fp8(nn.Module):
 
 def test_fp8_layers_get_the_new_values_of_their_scales():
     x = jnp.linspace(-1.0, 1.0, 16 * 16).reshape(16, 16)
-    variables = Fp8(None).init(KEY, x)
+    variables = oracle.init(Fp8(None), KEY, x)
 
     def grad(where):
         def loss(variables):
@@ -577,7 +578,7 @@ def test_what_modules_at_two_paths_sow_in_one_jitted_class(spelling):
             return x
 
     block = nn.stop_gradient(True, collections=True)
-    variables = Net(lambda layer: layer).init(KEY, X)
+    variables = oracle.init(Net(lambda layer: layer), KEY, X)
     out = []
     for lift in (lambda layer: layer, nn.jit):
         with block if spelling == 'block' else contextlib.nullcontext():

@@ -21,7 +21,7 @@ class Stack(fnn.Module):
 
 
 X = jnp.ones((2, 4))
-PARAMS = Stack().init(jax.random.key(0), X)['params']
+PARAMS = oracle.init(Stack(), jax.random.key(0), X)['params']
 
 
 MATRICES = sg.arrays(lambda a: a.ndim > 1 and a.shape[-2] == 4)

@@ -404,7 +404,7 @@ def test_a_class_with_a_condition_is_made_anew(of: Any):
         made.append(nn.stop_gradient(linen.Dense, of(flag)))
         return jnp.sum(made[-1](2).apply({'params': params}, jnp.ones((1, 3))))
 
-    params = linen.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))['params']
+    params = oracle.init(linen.Dense(2), jax.random.key(0), jnp.ones((1, 3)))['params']
     for flag in True, False:
         grads = jax.jit(jax.grad(loss))(params, flag)
         assert oracle.is_zero(grads['kernel']) is flag
@@ -474,7 +474,7 @@ class Steps(linen.Module):
 @pytest.mark.parametrize('model', [Owner, Steps])
 @pytest.mark.parametrize('how', ['block', 'frozen', 'mirror', 'class', 'a child'])
 def test_in_a_module(how, model):
-    params = model(how).init(jax.random.key(0), X, True)['params']
+    params = oracle.init(model(how), jax.random.key(0), X, True)['params']
 
     def ours(params, flag):
         return jnp.sum(model(how).apply({'params': params}, X, flag) ** 2)
@@ -501,7 +501,7 @@ def test_in_the_body_of_a_scan_of_layers():
 
     flags = jnp.array([True, False, True])
     layers = linen.scan(Layer, length=3, in_axes=0, **oracle.STACKED)(None)
-    params = layers.init(jax.random.key(0), X, flags)['params']
+    params = oracle.init(layers, jax.random.key(0), X, flags)['params']
 
     def hand(params, flags):
         def stop(w):

@@ -34,7 +34,7 @@ class Words(linen.Module):
         return embed.attend(linen.Dense(WIDTH, name='dense')(embed(ids)))
 
 
-PARAMS = Words().init(jax.random.key(0), IDS)['params']
+PARAMS = oracle.init(Words(), jax.random.key(0), IDS)['params']
 INDICES: dict[str, Any] = {
     'elements': np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 3 == 0,
     'a list': [0, 3],

@@ -77,7 +77,7 @@ def test_equal_selections_are_equal_filters():
 @pytest.mark.usefixtures('leaks')
 def test_it_may_be_derived_inside_of_the_step_and_keeps_no_tracer():
     model = nn.Dense(2)
-    variables = model.init(jax.random.key(0), X)
+    variables = oracle.init(model, jax.random.key(0), X)
 
     @jax.jit
     def step(params, variables, x):
@@ -140,7 +140,7 @@ def test_a_derived_selection_may_be_empty():
     state = sg.freeze(optax.sgd(0.1, momentum=0.9), ~nothing).init(PARAMS)
     assert jax.tree.leaves(state) == []
     model = nn.Dense(3)
-    variables = model.init(jax.random.key(0), X)
+    variables = oracle.init(model, jax.random.key(0), X)
     with pytest.warns(UserWarning, match='No output uses them'):
         nothing_here = sg.live(lambda v: X.sum(), variables)
     with nn.stop_gradient(nothing_here & True):

@@ -30,7 +30,7 @@ class Words(nn.Module):
         return nn.Dense(2)(nn.Embed(6, 3, name='embed')(ids))
 
 
-PARAMS = Words().init(jax.random.key(0), IDS)['params']
+PARAMS = oracle.init(Words(), jax.random.key(0), IDS)['params']
 
 
 def read(params: Any) -> jax.Array:
@@ -173,7 +173,7 @@ def stack(frozen: Any) -> linen.Module:
 )
 def test_frozen_layers_of_a_scan(frozen, transform):
     model, x = stack(frozen), jnp.ones(3)
-    params = stack(None).init(jax.random.key(0), x, None)['params']
+    params = oracle.init(stack(None), jax.random.key(0), x, None)['params']
 
     def loss(params):
         return jnp.sum(model.apply({'params': params}, x, None)[0])

@@ -17,6 +17,7 @@ import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.flow import pullback
+from tests.helpers import oracle
 
 pytestmark = pytest.mark.every_case
 
@@ -202,7 +203,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize('kind', ['input', 'mirror', 'output', 'both'])
 def test_the_uses_of_a_tied_embedding(kind, standard_promotion):
     ids, model = jnp.arange(4), Tied(kind)
-    params = model.init(jax.random.key(0), ids)['params']
+    params = oracle.init(model, jax.random.key(0), ids)['params']
     report = sg.gradient_flow(lambda p: model.apply({'params': p}, ids), params)
     why = report.why('output' if kind == 'output' else 'logits', 'embed/embedding')
     assert why.status == 'flows'

@@ -167,7 +167,7 @@ def test_a_wrapper_wherever_its_module_is_mounted(mount):
 
     model = mounted(lambda module: nn.Frozen(module, norms))
     plain = mounted(lambda module: module)
-    params = model.init(KEY, X)['params']
+    params = oracle.init(model, KEY, X)['params']
     expected = {name: not is_norm(name) for name in by_path(params)}
     assert trained(model, params) == expected
     with nn.stop_gradient(of_type(fnn.LayerNorm, plain, X)):

@@ -129,7 +129,7 @@ def test_everything_is_off_and_no_random_numbers_are_needed():
 
 @pytest.mark.parametrize('state', ['update', 'hold'])
 def test_other_choices_leave_dropout_on(state):
-    variables = Stages().init(RNGS, X)
+    variables = oracle.init(Stages(), RNGS, X)
     found = nn.Frozen(Stages(), state=state).apply(variables, X, rngs=RNGS)
     oracle.assert_same(found, Stages().apply(variables, X, rngs=RNGS))
 
@@ -153,7 +153,7 @@ def test_around_a_scan(where):
 
     for lift in (lambda body: body, linen.remat):
         hand, told = (scan(lift(Body))(off) for off in (True, False))
-        variables = hand.init(RNGS, X, None)
+        variables = oracle.init(hand, RNGS, X, None)
         frozen = nn.Frozen(told, where, state='eval')
         found = frozen.apply(variables, X, None, rngs=RNGS)
         oracle.assert_same(found, hand.apply(variables, X, None))
@@ -193,7 +193,7 @@ def of_table(table: Any) -> Any:
 
 def test_a_trace_of_jit_belongs_to_one_choice():
     """In any order, with one jitted class, and filters of one code."""
-    variables = Tower().init(RNGS, X)
+    variables = oracle.init(Tower(), RNGS, X)
     paths = oracle.by_path(variables['params'])
     known = {path: path.startswith('stage_1') for path in paths}
 

@@ -20,7 +20,7 @@ from flax_sg import linen as nn
 from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
-PARAMS = fnn.Dense(2).init(jax.random.key(0), X)['params']
+PARAMS = oracle.init(fnn.Dense(2), jax.random.key(0), X)['params']
 
 
 @fnn.jit
@@ -181,7 +181,7 @@ class Shares(fnn.Module):
     'wrap', [nn.Frozen, lambda module: nn.Frozen(nn.Frozen(module)), nn.mirror]
 )
 def test_a_module_from_outside_is_the_one_that_another_module_has_adopted(wrap):
-    params = Shares(wrap).init(jax.random.key(0), X)['params']
+    params = oracle.init(Shares(wrap), jax.random.key(0), X)['params']
     assert jax.tree.map(jnp.shape, params) == {
         'Sequential_0': {'layers_0': {'kernel': (2, 2), 'bias': (2,)}}
     }

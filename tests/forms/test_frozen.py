@@ -384,7 +384,7 @@ def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
 @pytest.mark.parametrize('name', ['box', 'fn', 'partial', 'others', 'held'])
 def test_what_reads_later_raises(name: str, wrap: Any) -> None:
     """A function that holds modules, or a Variable: the block has closed by then."""
-    variables = Offers().init(KEY, X)
+    variables = oracle.init(Offers(), KEY, X)
     with pytest.raises(errors.BlockError, match=f'[.]{name} is or holds a '):
         getattr(wrap(Offers()).bind(variables), name)
     # A function of no module passes.
@@ -405,7 +405,7 @@ def test_what_is_not_there() -> None:
 def test_reads_of_a_bound_wrapper_and_of_one_that_is_not() -> None:
     embed, ids = nn.Frozen(nn.Embed(4, 3)), jnp.array([0, 2])
     assert (embed.features, embed.num_embeddings) == (3, 4)
-    params = embed.init(KEY, ids)['params']
+    params = oracle.init(embed, KEY, ids)['params']
     x = jnp.ones((2, 3))
     uses: dict[str, Callable[[Any, Any], Any]] = {
         'attend': lambda m, v: m.bind(v).attend(x),
@@ -422,7 +422,7 @@ def test_reads_of_a_bound_wrapper_and_of_one_that_is_not() -> None:
         assert is_zero(gradient), name
     # The body of a method that creates parameters reads them from the module too.
     dense = nn.Frozen(linen.Dense(3))
-    variables = dense.init(KEY, x)
+    variables = oracle.init(dense, KEY, x)
     call = functools.partial(dense.apply, method=linen.Dense.__call__)
     assert_same(call(variables, x), linen.Dense(3).apply(variables, x))
     assert is_zero(oracle.grads(lambda v: call(v, x), variables))
@@ -599,7 +599,7 @@ def test_what_is_sown_under_held_state_is_kept(lift: Any) -> None:
         def __call__(self, x):
             return [self.inner(x), self.view(x), self.view(-x), self.inner(x)]
 
-    variables = Model(bare).init(KEY, X)  # With what was sown at init: 4 calls.
+    variables = oracle.init(Model(bare), KEY, X)  # With what was sown at init: 4 calls.
     count = variables['counts']['inner']['Sows_0']['n']
     mutable = linen.DenyList('params')
     _, written = Model(bare).apply(variables, X, mutable=mutable)
@@ -657,7 +657,7 @@ def test_equal_filters_in_the_field_do_not_retrace() -> None:
         model = Counted(nn.Frozen(linen.Dense(4), where))
         return jax.grad(lambda p: jnp.sum(model.apply({'params': p}, X)))
 
-    params = Counted(linen.Dense(4)).init(KEY, X)['params']
+    params = oracle.init(Counted(linen.Dense(4)), KEY, X)['params']
     traces.clear()
     for _ in range(3):
         found = step('kernel')(params)['inner']
@@ -688,7 +688,7 @@ def test_held_state_comes_back_after_an_exception() -> None:
             with contextlib.suppress(ZeroDivisionError):
                 self.inner()
 
-    variables = Catches().init(KEY)
+    variables = oracle.init(Catches(), KEY)
     _, written = Catches().apply(variables, mutable=['counts'])
     assert_same(written, variables)
 
@@ -735,7 +735,7 @@ def test_modules_that_are_handed_out_are_seen_in_the_block(
     wrap: Any, read: Any
 ) -> None:
     x = jnp.ones((1, 2))
-    variables = HandsOut().init(jax.random.key(0), x)
+    variables = oracle.init(HandsOut(), jax.random.key(0), x)
 
     class Reads(linen.Module):
         def setup(self) -> None:

@@ -99,7 +99,7 @@ def used(wrap: Any, how: str) -> Any:
             return sum(jnp.sum(y) for y in leaves if isinstance(y, jax.Array))
 
     model = Model()
-    variables = model.init(KEY, X)
+    variables = oracle.init(model, KEY, X)
     return jax.value_and_grad(lambda v: model.apply(v, X, method='use'))(variables)
 
 
@@ -120,7 +120,7 @@ def test_what_is_finished_is_not(wrapper: str, how: str) -> None:
 
 @pytest.mark.parametrize('how', LATER)
 def test_of_a_class_and_a_function(how: str) -> None:
-    variables = Encoder().init(KEY, X)
+    variables = oracle.init(Encoder(), KEY, X)
     cls = nn.stop_gradient(Encoder, True, methods=[how])
     with pytest.raises(errors.ArgumentTypeError, match='lazy iterator'):
         cls().apply(variables, X, method=how)
@@ -131,7 +131,7 @@ def test_of_a_class_and_a_function(how: str) -> None:
 
 @pytest.mark.parametrize('how', FINISHED)
 def test_of_a_class_and_a_function_that_is_finished(how: str) -> None:
-    variables = Encoder().init(KEY, X)
+    variables = oracle.init(Encoder(), KEY, X)
     cls = nn.stop_gradient(Encoder, True, methods=[how])
 
     def loss(variables: Any) -> Any:

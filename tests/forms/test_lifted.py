@@ -32,7 +32,7 @@ def stopped(variables: Any, *paths: str) -> Any:
 
 def assert_stops(model: Any, plain: Any, *paths: str, rest: Any = ()) -> None:
     """``model`` is ``plain`` but for the gradient of the parameters at these paths."""
-    variables = plain.init(KEY, X, *rest)
+    variables = oracle.init(plain, KEY, X, *rest)
     shapes = jax.eval_shape(lambda: model.init(KEY, X, *rest))
     assert shapes == jax.eval_shape(lambda: variables)
     oracle.assert_same_function(
@@ -254,7 +254,7 @@ def test_methods(methods, encode, decode):
 
 
 MODEL = Two()
-PARAMS = MODEL.init(KEY, X)['params']
+PARAMS = oracle.init(MODEL, KEY, X)['params']
 
 
 def call(params: Any, x: Any) -> Any:

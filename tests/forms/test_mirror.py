@@ -119,7 +119,7 @@ def test_a_mirror_is_the_module_with_stopped_weights(cls, how, word) -> None:
 
 
 def test_a_mirror_of_a_bound_module() -> None:
-    params = Dense2().init(RNGS, X)['params']
+    params = oracle.init(Dense2(), RNGS, X)['params']
 
     def actual(params: Any) -> Any:
         bound = Dense2().bind({'params': params})
@@ -260,7 +260,7 @@ def test_other_values_in_jit_are_new_each_time() -> None:
             return inner(x), Holds(view)(x)
 
     for model in (Model(), Outer()):
-        params = linen.Dense(4).init(RNGS, X)
+        params = oracle.init(linen.Dense(4), RNGS, X)
         variables = {'params': {'inner': params['params']}}
         for factor in (1.0, 2.0, 3.0):
             other = jax.tree.map(lambda v, f=factor: v * f, params)
@@ -301,7 +301,7 @@ class Towers(linen.Module):
 
 
 def test_where_other_values_are_absent_the_module_has_its_own():
-    variables = Towers().init(RNGS, X, None)
+    variables = oracle.init(Towers(), RNGS, X, None)
     own = variables['params']['tower']
     average = jax.tree.map(lambda w: 0.5 * w, sg.partition(own, 'Dense_0/bias')[0])
 
@@ -320,7 +320,7 @@ def test_where_other_values_are_absent_the_module_has_its_own():
 
 
 def test_other_values_have_the_collections_on_top_or_are_parameters():
-    variables = Towers().init(RNGS, X, None)
+    variables = oracle.init(Towers(), RNGS, X, None)
     own = jax.tree.map(jnp.zeros_like, variables['params']['tower'])
     on_top, alone = (Towers().apply(variables, X, v) for v in ({'params': own}, own))
     assert_same(on_top, alone)
@@ -355,7 +355,7 @@ def test_blocks_around_a_mirror() -> None:
             with nn.stop_gradient(self.where):
                 return nn.mirror(self.inner, False, variables=other)(x), self.inner(x)
 
-    params = Model('**').init(RNGS, X, None)['params']
+    params = oracle.init(Model('**'), RNGS, X, None)['params']
     other = jax.tree.map(lambda leaf: leaf + 1, params['inner'])
     for where in ('inner/scale', 'inner/layers_0/**'):
 

@@ -12,6 +12,7 @@ import pytest
 from flax import linen
 
 from flax_sg import linen as nn
+from tests.helpers import oracle
 
 KEY = jax.random.key(7)
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
@@ -27,7 +28,7 @@ class Net(linen.Module):
         return scale * self(x)
 
 
-PARAMS = Net().init(KEY, X)['params']
+PARAMS = oracle.init(Net(), KEY, X)['params']
 
 
 # Signatures.

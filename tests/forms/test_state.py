@@ -114,7 +114,7 @@ def test_state_is_held_and_parameters_are_trained(state: str) -> None:
     check(held, {0, 1, 2}, state)
     average = state != 'hold'
     by_hand = Stages(averages=(average,) * 3)
-    variables = Stages().init(KEY, X)
+    variables = oracle.init(Stages(), KEY, X)
 
     def grads(model: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -135,7 +135,7 @@ class Told(linen.Module):
 
 
 def test_a_layer_without_state_is_not_told() -> None:
-    variables = Told().init(KEY, X)
+    variables = oracle.init(Told(), KEY, X)
     frozen = nn.Frozen(Told(), state='eval')
     for more in {}, {'ema_params': variables['params']}:
         found = frozen.apply({**variables, **more}, X)
@@ -144,7 +144,7 @@ def test_a_layer_without_state_is_not_told() -> None:
 
 @pytest.mark.parametrize('where', ['stage_1/norm/scale', '**/bias', '**/kernel'])
 def test_an_average_of_the_parameters_is_no_state(where: str) -> None:
-    variables = Stages().init(KEY, X)
+    variables = oracle.init(Stages(), KEY, X)
     given = {**variables, 'ema_params': variables['params']}
     frozen = nn.Frozen(Stages(), where, state='eval')
     expected = Stages().apply(variables, X, mutable='batch_stats')
@@ -191,7 +191,7 @@ def test_state_is_held_by_path_in_a_scan() -> None:
     rngs = {'params': True}
     scan = linen.scan(Body, variable_axes=axes, split_rngs=rngs, length=2)
     held = functools.partial(nn.Frozen, where='stage_1/**', state='hold')
-    variables = scan(bare).init(KEY, X, None)
+    variables = oracle.init(scan(bare), KEY, X, None)
 
     def written(wrap: Any) -> Any:
         return scan(wrap).apply(variables, X, None, mutable='batch_stats')[1]
@@ -225,8 +225,8 @@ class Language(linen.Module):
 def test_a_frozen_language_model_generates(state: str, where: Any) -> None:
     """A cache is no statistic: it is written as without the wrapper."""
     tokens = jax.random.randint(jax.random.key(0), (1, 5), 0, 7)
-    params = Language().init(KEY, tokens, train=False)['params']
-    cache = Language(decode=True).init(KEY, tokens, train=False)['cache']
+    params = oracle.init(Language(), KEY, tokens, train=False)['params']
+    cache = oracle.init(Language(decode=True), KEY, tokens, train=False)['cache']
     whole = Language().apply({'params': params}, tokens, train=False)
     # In evaluation dropout is off, whatever the model is told.
     train = state == 'eval'
@@ -258,7 +258,7 @@ def test_a_mirror_leaves_the_cache_to_its_module(order: tuple[bool, bool]) -> No
                 (view if is_view else model)(tokens, train=False)
             return 0.0
 
-    alone = Language(decode=True).init(KEY, jnp.ones((1, 5), int), train=False)
+    alone = oracle.init(Language(decode=True), KEY, jnp.ones((1, 5), int), train=False)
     variables = {name: {'model': alone[name]} for name in ('params', 'cache')}
     _, new = Pair().apply(variables, jnp.ones((1, 1), int), mutable=['cache'])
     assert new['cache']['model']['att']['cache_index'] == 1
@@ -375,7 +375,7 @@ STATES = ['batch_stats', 'calls']
 @pytest.mark.every_case
 @pytest.mark.parametrize('wrap', [held, nn.mirror])
 def test_held_state_need_not_be_mutable(wrap: Any) -> None:
-    of_net = Twice().init(KEY, X)
+    of_net = oracle.init(Twice(), KEY, X)
     variables = {name: {'net': tree} for name, tree in of_net.items()}
     before = jax.tree.map(lambda leaf: leaf, variables)
     model = Beside(wrap)
@@ -394,7 +394,7 @@ def test_held_state_need_not_be_mutable(wrap: Any) -> None:
 @pytest.mark.parametrize('where', [True, 'one/**'])
 def test_state_that_is_not_held_has_to_be_mutable(where: Any) -> None:
     """Nor may a module write beside its view, or in the body of a transform."""
-    variables = Twice().init(KEY, X)
+    variables = oracle.init(Twice(), KEY, X)
     frozen = nn.Frozen(Twice(), where, state='hold')
     if where is True:
         frozen = nn.Frozen(Twice(linen.remat), state='hold')

@@ -28,7 +28,7 @@ class Model(fnn.Module):
 
 
 MODEL = Model()
-VARIABLES = MODEL.init(jax.random.key(0), X)
+VARIABLES = oracle.init(MODEL, jax.random.key(0), X)
 PARAMS = VARIABLES['params']
 BOTH = pytest.mark.parametrize('make', [nn.stop_gradient, nn.train_only])
 

@@ -161,7 +161,7 @@ def test_what_is_no_method_means_the_one_that_runs(way: str) -> None:
 
 def test_a_helper_of_a_bound_module_at_top_level() -> None:
     child = Child()
-    variables = child.init(KEY, X)
+    variables = oracle.init(child, KEY, X)
 
     def loss(variables: Any) -> Any:
         return child.bind(variables).helper(lambda child: jnp.sum(child.enc(X)))

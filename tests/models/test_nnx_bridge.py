@@ -130,7 +130,7 @@ def test_a_block_around_a_compiled_program_is_silent():
 
 def test_a_block_around_a_compiled_program_of_linen_is_silent_beside_nnx():
     net, beside = Net(), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    variables = net.init(jax.random.key(0), X)
+    variables = oracle.init(net, jax.random.key(0), X)
     step = jax.jit(lambda v: net.apply(v, beside(X), mutable=['batch_stats'])[0])
     for _ in range(2):
         with nn.stop_gradient(True):

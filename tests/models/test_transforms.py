@@ -208,7 +208,7 @@ MAPPED: Any = {'in_axes': (0, None), 'axis_size': 2, **oracle.STACKED}
 )
 def test_in_a_lifted_class(lift):
     xs = jnp.stack([X, -X])
-    variables = lift(Layer)(called).init(jax.random.key(0), xs, None)
+    variables = oracle.init(lift(Layer)(called), jax.random.key(0), xs, None)
 
     def run(use, around=contextlib.nullcontext, selects=lambda path: False):
         def fn(params, x):

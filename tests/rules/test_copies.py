@@ -29,7 +29,7 @@ class Net(fnn.Module):
         return jnp.sum(fnn.Dense(3, name='b')(hidden) ** 2 * x)
 
 
-PARAMS = Net().init(jax.random.key(0), X)['params']
+PARAMS = oracle.init(Net(), jax.random.key(0), X)['params']
 A, B = PARAMS['a'], PARAMS['b']
 
 

@@ -40,7 +40,7 @@ class Model(fnn.Module):
 
 MODEL = Model()
 RNGS = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
-VARIABLES = MODEL.init(RNGS, X)
+VARIABLES = oracle.init(MODEL, RNGS, X)
 # Other values of the same names: a tree, and a collection of the model.
 OTHERS = jax.tree.map(lambda leaf: 1.5 * leaf - 0.5, VARIABLES['params'])
 VARIABLES = {**VARIABLES, 'ema': OTHERS}

@@ -16,7 +16,7 @@ from tests.helpers import oracle
 
 X = jnp.linspace(-1.0, 2.0, 6).reshape(2, 3)
 NET = linen.Dense(2, name='dense')
-PARAMS = NET.init(jax.random.key(0), X)['params']
+PARAMS = oracle.init(NET, jax.random.key(0), X)['params']
 ROWS = sg.at('kernel', np.s_[1:])
 
 

@@ -334,7 +334,7 @@ class State(linen.Module):
 def test_a_state_is_computed_from_what_is_read() -> None:
     model = State()
     rngs = {'params': KEY, 'dropout': jax.random.key(5)}
-    variables = model.init(rngs, X)
+    variables = oracle.init(model, rngs, X)
     others = jax.tree.map(lambda leaf: leaf + 0.5, variables)
 
     def apply(variables: Any, mutable: Any) -> Any:
@@ -375,7 +375,7 @@ def test_boxes_and_several_leaves() -> None:
             pair = self.param('pair', lambda key: (jnp.ones((3, 3)), jnp.zeros((1, 3))))
             return x @ self.param('kernel', init, (3, 3)) @ pair[0] + pair[1]
 
-    params = Boxed().init(KEY, X)['params']
+    params = oracle.init(Boxed(), KEY, X)['params']
     others = jax.tree.map(lambda leaf: leaf + jnp.arange(3.0)[None], params)
 
     def fn(params: Any, others: Any) -> Any:

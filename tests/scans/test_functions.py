@@ -92,7 +92,7 @@ FORMS = {
 def split(model: Any, width: int) -> tuple[Any, Any, Any]:
     """Adapters, weights and an input."""
     x = jnp.linspace(-1.0, 1.0, 4 * width).reshape(4, width)
-    params = model.init(jax.random.key(0), x, None)['params']
+    params = oracle.init(model, jax.random.key(0), x, None)['params']
     return {name: params[name] for name in 'AB'}, {'base': params['base']}, x
 
 

@@ -357,7 +357,7 @@ def test_no_frozen_layer_is_the_plain_scan(none):
 
 
 def test_another_length_than_the_stack_raises_as_in_flax():
-    variables = stack_of().init(RNGS, X, EACH, 1.0)
+    variables = oracle.init(stack_of(), RNGS, X, EACH, 1.0)
     for length, count in ((3, DEPTH), (DEPTH + 2, DEPTH), (None, DEPTH + 1), (2, 2)):
         each = jnp.zeros((count, 1, WIDTH))
         for frozen in (slice(0, 1), slice(None)):
@@ -400,7 +400,7 @@ def loss_of(model: Any, stop: Callable[[Any], Any] = lambda p: p) -> Any:
 )
 def test_some_parameters_of_some_layers(frozen: Any) -> None:
     model = biased(frozen)
-    params = model.init(jax.random.key(0), X, None)['params']
+    params = oracle.init(model, jax.random.key(0), X, None)['params']
 
     def by_hand(params: Any) -> Any:
         def stop(keys: Any, leaf: Any) -> Any:
@@ -421,7 +421,7 @@ def test_some_parameters_of_some_layers(frozen: Any) -> None:
 def test_frozen_kernels_cost_no_flops_beside_live_biases() -> None:
     """Of three products of a kernel, that of its gradient is gone."""
     frozen, plain = biased({'**/kernel': slice(0, 8)}), biased(None)
-    params = frozen.init(jax.random.key(0), X, None)['params']
+    params = oracle.init(frozen, jax.random.key(0), X, None)['params']
 
     def two_scans(params: Any, x: Any) -> Any:
         stopped = oracle.stopped(params, lambda path: path.endswith('kernel'))
@@ -454,7 +454,7 @@ def test_a_number_of_python_is_carried_in_the_dtype_of_the_layers():
         return stack_of(Low, length=4, in_axes=0, **options)
 
     plain, frozen = of(), of(frozen_layers=slice(0, 2))
-    variables = plain.init(RNGS, 0.0, None)
+    variables = oracle.init(plain, RNGS, 0.0, None)
 
     def grad(stack: Any) -> Any:
         return jax.value_and_grad(lambda v: stack.apply(v, 0.0, None)[0])(variables)

@@ -103,7 +103,7 @@ def test_what_helpers_make_of_frozen_weights() -> None:
     found = temporary_bytes(base=Jitted)
     assert found['frozen'] <= found['hoisted'], found
     plain = Stack(base=Jitted)
-    params = plain.init(jax.random.key(0), X)['params']
+    params = oracle.init(plain, jax.random.key(0), X)['params']
     actual = step(Stack(nn.Frozen, base=Jitted))(params, X)
     oracle.assert_same(actual, step(plain, is_base)(params, X))
 
@@ -136,7 +136,7 @@ def test_a_call_that_uses_modules_of_the_body() -> None:
             return jnp.tanh(self.wrap(base)(x)), None
 
     model = scan_of(Layer)
-    params = model(bare).init(jax.random.key(0), X, None)['params']
+    params = oracle.init(model(bare), jax.random.key(0), X, None)['params']
     model(nn.Frozen).init(jax.random.key(0), X, None)  # That costs nothing.
     with pytest.warns(errors.ScanMemoryWarning) as caught:
         actual = grads(model(nn.Frozen), params)

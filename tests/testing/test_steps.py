@@ -17,6 +17,7 @@ import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.testing.steps import WORDS
+from tests.helpers import oracle
 
 pytestmark = pytest.mark.every_case
 
@@ -226,7 +227,7 @@ class State(train_state.TrainState):
 
 def test_a_train_state_and_its_running_statistics(standard_promotion):
     model = Normed()
-    variables = model.init(jax.random.key(0), X)
+    variables = oracle.init(model, jax.random.key(0), X)
     state = State.create(apply_fn=model.apply, tx=optax.adam(1e-2), **variables)
 
     @jax.jit
