@@ -253,6 +253,21 @@ def test_nothing_is_remembered():
     assert len(traced) == 1
 
 
+def test_a_traced_condition():
+    """While it holds, the gradient is that of a stopped copy; one program for both."""
+
+    @nnx.jit
+    def step(model, step):
+        return nnx.grad(stopping(sg.where('body/1/*') & (step < 2)))(model)
+
+    by_copy = nnx.jit(nnx.grad(lambda m: total(by_hand.stopped(m, 'body/1'))))
+    for n in range(4):
+        expected = (by_copy if n < 2 else nnx.jit(nnx.grad(total)))(Net())
+        oracle.assert_same(pure(step(Net(), n)), pure(expected))
+    with pytest.raises(errors.UnusedFilterError, match='bdoy'):
+        nnx.jit(lambda m, n: stopping(sg.where('bdoy/*') & (n < 2))(m))(Net(), 0)
+
+
 def test_copies_pickles_and_tables_of_a_view():
     view = view_of(Net())
     for one in (copy.deepcopy(view), pickle.loads(pickle.dumps(view)), nnx.clone(view)):
