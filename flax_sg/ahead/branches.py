@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_sg.ahead.constants import has_zeros
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.flops import flops_of_steps
 from flax_sg.ahead.steps import Split, Step, Value, is_in, numbers_in
@@ -43,7 +42,7 @@ def in_parts(
     kept = [[n for n in one.kept if n not in inputs] for one in parts]
     places = _places(parts, kept)
     is_filled = all(len(row) == len(places.avals) for row in places.numbers)
-    if not is_filled and not all(map(has_zeros, places.avals)):
+    if not is_filled and any(map(_is_key, places.avals)):
         return None
     outs = tuple(walk.new(var.aval) for var in eqn.outvars)
     made = tuple(map(walk.new, places.avals))
@@ -67,6 +66,11 @@ def in_parts(
     add(False, [one.early for one in parts])
     add(True, [one.late for one in parts])
     return outs
+
+
+def _is_key(aval: Any) -> bool:
+    """Whether a type has no zeros."""
+    return jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 class _Places(NamedTuple):

@@ -37,7 +37,8 @@ def folded(step: Step, ins: Sequence[Any], number: int) -> Any:
     eqn, var = step.eqn, step.eqn.outvars[number]
     if step.call is not None or any(x is None for x in ins):
         return None
-    if eqn.primitive.name == 'device_put':  # Where jax 0.7 begins with an index.
+    # jax 0.7 begins with an index so. The others are types in a shard_map.
+    if eqn.primitive.name in ('device_put', 'pcast', 'pvary'):
         return ins[number]
     if not is_cheap(eqn):
         return None

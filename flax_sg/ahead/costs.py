@@ -14,6 +14,7 @@ _CHEAP = frozenset(
         *('exp', 'exp2', 'expand_dims', 'expm1', 'floor', 'ge', 'gt', 'integer_pow'),
         *('iota', 'is_finite', 'le', 'log', 'log1p', 'logistic', 'lt', 'max', 'min'),
         *('mul', 'ne', 'neg', 'not', 'or', 'pad', 'pow', 'reshape', 'rev', 'round'),
+        *('pcast', 'pvary'),
         *('rsqrt', 'select_n', 'sign', 'sin', 'slice', 'split', 'sqrt', 'square'),
         *('squeeze', 'stop_gradient', 'sub', 'tanh', 'transpose', 'xor'),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_sg import errors
-from flax_sg.ahead import branches, checkpoints, loops, whiles
+from flax_sg.ahead import branches, checkpoints, loops, shards, whiles
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.cut import cheapest_cut
 from flax_sg.ahead.rows import Mask, Rows
@@ -59,7 +59,7 @@ def split(
     for step in steps:
         maker.update(dict.fromkeys(step.outs, step))
         read = step.read()
-        has_effect = bool(step.eqn.effects)
+        has_effect = jaxprs.has_effect(step.eqn)
         is_new = not changing.isdisjoint((*read, *step.outs))
         if is_new or (has_effect and data.isdisjoint(read)):
             at_each_step.append(step)
@@ -83,7 +83,7 @@ def split(
     # A twin holds rows that change, so it would not be the same after a step.
     sizes.update((some.twin, _HUGE) for some in walk.rows.values())
     kept = sorted(cheapest_cut(sizes, makers, [x for x in ends if x in data]))
-    wanted = [step for step in at_each_step if step.eqn.effects]
+    wanted = [step for step in at_each_step if jaxprs.has_effect(step.eqn)]
     late = made_by(steps, maker, ends, wanted + live, set(kept))
     others = [x for x, late in zip(outputs, asked, strict=True) if not late]
     early = made_by(steps, maker, kept + numbers_in(others), [], set())
@@ -98,7 +98,7 @@ def _needed(at_each_step: Sequence[Step], outputs: Iterable[Any]) -> list[Step]:
     needed = set(numbers_in(outputs))
     live: list[Step] = []
     for step in reversed(at_each_step):
-        if step.eqn.effects or not needed.isdisjoint(step.outs):
+        if jaxprs.has_effect(step.eqn) or not needed.isdisjoint(step.outs):
             live.append(step)
             needed.update(step.read())
     return live[::-1]
@@ -109,5 +109,6 @@ _RULES: dict[str, Rule] = {
     'scan': functools.partial(loops.in_parts, split),
     'cond': functools.partial(branches.in_parts, split),
     'while': functools.partial(whiles.in_parts, split),
+    'shard_map': functools.partial(shards.in_parts, split),
     **dict.fromkeys(jaxprs.CHECKPOINTS, checkpoints.in_parts),
 }

@@ -117,7 +117,7 @@ class Walk:
         if jaxprs.is_plain_jit(eqn):
             return self.walk(eqn.params['jaxpr'], read, Site(eqn, site))
         numbers = set(numbers_in(read))
-        if eqn.effects or not numbers & self.changing:
+        if jaxprs.has_effect(eqn) or not numbers & self.changing:
             return None
         rule = self._rules.get(eqn.primitive.name) if numbers & self.data else None
         if rule is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AxisType
 
 from flax_sg.internals import frames, versions
 
@@ -99,6 +100,26 @@ def varying_axes(aval: Any) -> frozenset[str]:
     if hasattr(aval, 'vma'):
         return aval.vma
     return getattr(getattr(aval, 'manual_axis_type', None), 'varying', frozenset())
+
+
+def has_effect(eqn: Any) -> bool:
+    """Whether an equation does more than to make its outputs.
+
+    In a ``jax.shard_map`` JAX notes the axes that a collective reads as effects.
+    """
+    return any(type(x).__name__ != 'NamedAxisEffect' for x in eqn.effects)
+
+
+def manual_axes_of(eqn: Any) -> frozenset[str]:
+    """The axes of the mesh that a ``jax.shard_map`` maps; jax 0.10 names them anew."""
+    params = eqn.params
+    return params.get('newly_manual_axes', params.get('manual_axes'))
+
+
+def is_in_shards(eqn: Any) -> bool:
+    """Whether an equation stands in the body of a ``jax.shard_map``."""
+    meshes = (var.aval.sharding.mesh for var in eqn.outvars)
+    return any(AxisType.Manual in (mesh.axis_types or ()) for mesh in meshes)
 
 
 def stacked(aval: Any, length: int) -> Any:
