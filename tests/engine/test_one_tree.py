@@ -235,14 +235,16 @@ def by_hand(way: str, block: str, run: str, is_own: bool) -> Any:
 
 @pytest.mark.parametrize('way', WAYS)
 def test_an_apply_inside_sees_what_it_is_given(way):
-    """Filters, forms and runs take turns."""
+    """In a block; each second way in another form, too. Filters and runs take turns."""
     variables, row = VARIABLES[way], [*WAYS].index(way)
-    name, form = ([*of][row % len(of)] for of in (BLOCKS, FORMS))
-    run = [*RUNS][(row + row // len(RUNS)) % len(RUNS)]
-    fn = FORMS[form](Model(way, given=MADE), BLOCKS[name][0])
-    assert fn(variables, X) == value(way)
-    expected = by_hand(way, name, run, form == 'own block')
-    oracle.assert_same(RUNS[run](fn)(variables, X), expected)
+    others = [] if row % 2 else [('wrapper', 'own block')[row // 2 % 2]]
+    for turn, form in enumerate(['block', *others]):
+        name = [*BLOCKS][(row + turn) % len(BLOCKS)]
+        run = [*RUNS][(row + turn + row // len(RUNS)) % len(RUNS)]
+        fn = FORMS[form](Model(way, given=MADE), BLOCKS[name][0])
+        assert fn(variables, X) == value(way), form
+        expected = by_hand(way, name, run, form == 'own block')
+        oracle.assert_same(RUNS[run](fn)(variables, X), expected)
 
 
 @pytest.mark.parametrize('order', [(True, False), (False, True)])
