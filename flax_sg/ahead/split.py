@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_sg import errors
-from flax_sg.ahead import branches, checkpoints, loops, shards, whiles
+from flax_sg.ahead import branches, checkpoints, jits, loops, shards, whiles
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.cut import cheapest_cut
 from flax_sg.ahead.rows import Mask, Rows
@@ -111,4 +111,5 @@ _RULES: dict[str, Rule] = {
     'while': functools.partial(whiles.in_parts, split),
     'shard_map': functools.partial(shards.in_parts, split),
     **dict.fromkeys(jaxprs.CHECKPOINTS, checkpoints.in_parts),
+    **dict.fromkeys(jaxprs.JITTED, jits.in_parts),
 }

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from flax_sg.internals import frames, versions
 
@@ -59,18 +59,46 @@ def body_of(eqn: Any) -> Any:
 
 
 def is_plain_jit(eqn: Any) -> bool:
-    """Whether an equation is a ``jax.jit`` that says no more than its body does.
+    """Whether an equation is a ``jax.jit`` that says no more than its body does."""
+    found = constraints_of(eqn) if eqn.primitive.name in JITTED else None
+    return found is not None and all(x is None for one in found for x in one)
 
-    If a JAX names these parameters otherwise, no equation is.
+
+def constraints_of(eqn: Any) -> tuple[list[Any], list[Any]] | None:
+    """The shardings of a ``jax.jit``, if it says no more than they and its body do.
+
+    If a JAX names these parameters otherwise, no equation has any.
+
+    Returns:
+        For each input, and for each output, its sharding or None. None in place of both
+        if one of them is no constraint: on a mesh with axes that are part of types, or
+        in another memory.
     """
     names = {'in_shardings', 'out_shardings', 'donated_invars'}
-    if eqn.primitive.name not in JITTED or names - eqn.params.keys():
-        return False
-    shardings = _parameters(eqn, 'in_shardings', 'out_shardings')
+    if names - eqn.params.keys() or any(_parameters(eqn, 'donated_invars')):
+        return None
     options = _parameters(eqn, 'in_layouts', 'out_layouts', 'compiler_options_kvs')
-    is_free = all(type(x).__name__ == 'UnspecifiedValue' for x in shardings)
-    is_set = any(x is not None for x in options)
-    return is_free and not is_set and not any(_parameters(eqn, 'donated_invars'))
+    shardings = _parameters(eqn, 'in_shardings', 'out_shardings')
+    found = [None if _is_free(x) else x for x in shardings]
+    if any(x is not None for x in options) or not all(map(_is_constraint, found)):
+        return None
+    count = len(eqn.params['in_shardings'])
+    return found[:count], found[count:]
+
+
+def _is_free(sharding: Any) -> bool:
+    return type(sharding).__name__ == 'UnspecifiedValue'
+
+
+def _is_constraint(sharding: Any) -> bool:
+    """Whether ``jax.lax.with_sharding_constraint`` says the same as a sharding."""
+    if sharding is None:
+        return True
+    mesh = getattr(sharding, 'mesh', None)
+    if not isinstance(mesh, Mesh) or {*mesh.axis_types} != {AxisType.Auto}:
+        return False
+    memory = mesh.devices.flat[0].default_memory().kind
+    return sharding.memory_kind in (None, 'device', memory)
 
 
 def _parameters(eqn: Any, *names: str) -> list[Any]:
