@@ -135,11 +135,18 @@ class Program:
 
     def in_while(self, u, v, w, params, key, inner, pick):
         def body(carry):
-            n, h = carry
-            return n + 1, lax.stop_gradient(jnp.tanh(inner(params, [v, h], key)))
+            n, h, other = carry
+            new = jnp.tanh(inner(params, [v, other, h], key))
+            mine = jnp.tanh(other @ params[NAMES[pick % 3]]) + jnp.cos(v @ w)
+            return n + 1, *lax.stop_gradient((new, mine))
 
-        start = 0, lax.stop_gradient(u)
-        return lax.while_loop(lambda carry: carry[0] < 2, body, start)[1] + u
+        def goes_on(carry):
+            n, h, other = carry
+            return (n < 2) | ((n < 4) & ((h if pick % 4 else other).sum() > 0))
+
+        start = 0, *lax.stop_gradient((u, v))
+        _, h, other = lax.while_loop(goes_on, body, start)
+        return h + u + other
 
     def in_branch(self, u, v, w, params, key, inner, pick):
         which = v if pick % 2 else u
