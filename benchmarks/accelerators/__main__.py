@@ -23,6 +23,7 @@ from benchmarks.accelerators import (
     scans,
     sharded,
     smoke,
+    stored,
     tables,
 )
 from benchmarks.accelerators.models import Decoder
@@ -70,6 +71,9 @@ def studies(
             'scale': lambda: scale.rows(
                 platform, several[:1], only, {'tiny': tiny}, 16
             ),
+            'stored': lambda: stored.rows(
+                platform, several[:1], only, {'tiny': tiny}, 16
+            ),
             'memories': lambda: memories.rows(platform, one, only),
             'kernels': lambda: kernels.rows(platform, one, only),
         }
@@ -85,6 +89,7 @@ def studies(
     if platform == 'tpu':
         named = [topology] if topology else scale.TOPOLOGIES
         found['scale'] = lambda: scale.rows(platform, named, only)
+        found['stored'] = lambda: stored.rows(platform, named[:1], only)
     return found
 
 
@@ -105,6 +110,8 @@ def wanted(platform: str) -> dict[str, list[tuple[str, str]]]:
     if platform == 'tpu':
         cases = [f'{model}, {case}' for model in scale.MODELS for case in scale.CASES]
         found['scale'] = scale.TOPOLOGIES, cases
+        stored_at = [f'{model}, {stored.CASE}' for model in scale.MODELS]
+        found['stored'] = scale.TOPOLOGIES[:1], stored_at
     return {name: [*itertools.product(*both)] for name, both in found.items()}
 
 

@@ -15,6 +15,7 @@ STUDIES = {
     'chips': 'Two workloads on one chip: a transformer of two layers, 256 wide',
     'sharded': 'On several devices: four layers, 256 wide, four examples a device',
     'scale': 'At scale: fully sharded, one example of 2,048 tokens a chip',
+    'stored': 'At scale, without the frozen weights: a head on stored features',
     'memories': 'Frozen weights in the memory of the host: four layers, 512 wide',
     'kernels': 'Flash attention of Pallas: four layers, 512 wide',
     'scans': 'Frozen weights in a scan: the studies `frozen`, `few_bits`, `layers`',
