@@ -32,6 +32,7 @@ def test_the_table_has_a_test_for_each_fault():
     assert [*rows] == [fault.name for fault in FAULTS]
     for test, _ in rows.values():
         file, _, name = test.partition('::')
+        assert '[' not in name or name.endswith(']'), test  # Not cut at a space.
         text = (broken.ROOT / file).read_text()
         if name and file.startswith('tests/'):  # Else the import fails.
             assert f'\ndef {name.partition("[")[0]}(' in text, test
