@@ -14,6 +14,7 @@ import jax
 
 from flax_sg.ahead.arguments import Argument, Name
 from flax_sg.trees.leaf_types import is_variable
+from flax_sg.trees.leaves import leaves_of
 
 
 class Write(NamedTuple):
@@ -56,7 +57,7 @@ class Watch:
     """Looks at the Variables of an argument before a function runs, and after it."""
 
     def __init__(self, argument: Argument, given: Any) -> None:
-        self._argument = argument
+        self._argument, self._given = argument, given
         variables: dict[int, tuple[Any, list[int]]] = {}
         for number, holder in enumerate(argument.holders(given)):
             if is_variable(holder):
@@ -67,9 +68,16 @@ class Watch:
         ]
 
     def writes(self) -> Iterator[tuple[Write, list[Any]]]:
-        """The Variables that were written since, and the arrays that are in them."""
+        """The Variables that were written since, and the arrays that are in them.
+
+        Another Variable in the place of one is a write, too. New ones, such as what a
+        module sows, are left out.
+        """
+        is_same = leaves_of(self._given).treedef == self._argument.treedef
+        holders = self._argument.holders(self._given) if is_same else []
         for variable, numbers, before in self._rows:
-            arrays, treedef = jax.tree.flatten(variable)
+            now = holders[numbers[0]] if is_same else variable
+            arrays, treedef = jax.tree.flatten(now)
             if [*map(id, arrays)] != [*map(id, before)]:
                 slots = [slot for n in numbers for slot in self._argument.slots[n]]
                 name = self._argument.name

@@ -89,6 +89,29 @@ def test_dropout_in_the_frozen_part():
     assert [k.shape for k in still.kept] == [(6, 4)]
 
 
+def test_another_variable_in_the_place_of_one():
+    """It is written as well: the mean goes on from step to step."""
+
+    class Mean(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.body = nnx.Linear(4, 4, rngs=rngs)
+            self.head = nnx.Linear(4, 2, rngs=rngs)
+            self.mean = nnx.BatchStat(jnp.zeros((1, 4)))
+
+        def __call__(self, x: Any) -> Any:
+            x = self.body(x)
+            mean = 0.5 * self.mean[...] + x.mean(0, keepdims=True)
+            self.mean = nnx.BatchStat(mean)
+            return self.head(jnp.tanh(x - mean))
+
+    model, other = Mean(nnx.Rngs(0)), Mean(nnx.Rngs(0))
+    ahead = sg.precompute(fun, model, X, wrt='head/**')
+    kept = ahead.early(model, X)
+    for _ in range(3):
+        np.testing.assert_allclose(ahead.late(model, kept), fun(other, X), rtol=1e-5)
+        np.testing.assert_allclose(model.mean[...], other.mean[...], rtol=1e-5)
+
+
 def test_a_teacher_among_the_data():
     """What is written to it cannot go on from step to step: said once."""
     model, teacher = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
