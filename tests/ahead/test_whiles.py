@@ -14,9 +14,9 @@ from tests.helpers.splits import (
     PARAMS,
     TRAINED,
     XS,
+    assert_rows_split,
     assert_same,
     assert_split,
-    products,
 )
 
 X = XS[0]
@@ -148,7 +148,6 @@ def test_a_while_in_a_scan_in_a_branch():
 
 def test_rows_of_a_stack():
     """What frozen layers make is the same in all turns; trained ones stay in it."""
-    params = {'stack': jax.random.normal(jax.random.key(5), (3, 4, 4)) / 2}
 
     def fun(params: Any, x: Any) -> Any:
         def turn(h: Any) -> Any:
@@ -158,16 +157,7 @@ def test_rows_of_a_stack():
         h = lax.while_loop(lambda h: until(h, 99.0), turn, jnp.ones((3, 4)))
         return jnp.sum(jnp.sin(h @ params['stack'][2]))
 
-    moved = {'stack': params['stack'].at[2].add(0.1)}
-    ahead = sg.precompute(fun, params, X, wrt=sg.at('stack', np.s_[2:]))
-    kept = ahead.early(params, X)
-    jax.tree.map(np.testing.assert_array_equal, ahead.early(moved, X), kept)
-    assert products(ahead.early, params, X) == 2
-    assert products(ahead.late, params, kept) == 2
-    for given in params, moved:
-        value, grads = jax.value_and_grad(fun)(given, X)
-        right = value, {'stack': grads['stack'].at[:2].set(0)}
-        assert_same(jax.value_and_grad(ahead.late)(given, kept), right)
+    assert_rows_split(fun, X, once=2)
 
 
 @pytest.mark.every_case

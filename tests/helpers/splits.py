@@ -64,3 +64,24 @@ def assert_split(
     assert products(ahead.late, PARAMS, kept) == whole - once + again
     assert products(ahead.early, PARAMS, *args) == once
     return ahead
+
+
+def assert_rows_split(fun: Any, x: Any, once: int) -> None:
+    """The last of three layers is trained; two products are left for each step.
+
+    Args:
+        fun: the loss, of ``{'stack': layers}`` and ``x``.
+        x: its data.
+        once: how many products are made once.
+    """
+    params = {'stack': jax.random.normal(jax.random.key(5), (3, 4, 4)) / 2}
+    moved = {'stack': params['stack'].at[2].add(0.1)}
+    ahead = sg.precompute(fun, params, x, wrt=sg.at('stack', np.s_[2:]))
+    kept = ahead.early(params, x)
+    jax.tree.map(np.testing.assert_array_equal, ahead.early(moved, x), kept)
+    assert products(ahead.early, params, x) == once
+    assert products(ahead.late, params, kept) == 2
+    for given in params, moved:
+        value, grads = jax.value_and_grad(fun)(given, x)
+        right = value, {'stack': grads['stack'].at[:2].set(0)}
+        assert_same(jax.value_and_grad(ahead.late)(given, kept), right)
