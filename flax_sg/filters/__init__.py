@@ -158,7 +158,7 @@ def _instead(given: Any) -> str:
     elif isinstance(given, type) and issubclass(given, nn.Module):
         write = 'a Module class write nn.stop_gradient(nn.Dense, where)'
     elif isinstance(given, type):
-        write = 'Variables of a type give it to a view of NNX: kind=nnx.Param'
+        write = 'a type of Variables write kind=nnx.Param in a view of NNX'
     elif isinstance(given, (jax.Array, np.ndarray)):
         write = 'an array write jax.lax.stop_gradient(x)'
     else:
