@@ -23,6 +23,7 @@ from benchmarks import (
     stored,
     workloads,
 )
+from benchmarks.checkout import RESULTS
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument(
         '--only', metavar='REGEX', default='', help='workloads and losses of such names'
     )
-    parser.add_argument('--out', metavar='DIR', type=Path, default=report.RESULTS)
+    parser.add_argument('--out', metavar='DIR', type=Path, default=RESULTS)
     options = parser.parse_args()
     if not options.smoke:
         run(

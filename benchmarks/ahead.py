@@ -20,8 +20,9 @@ import jax
 
 import flax_sg as sg
 from benchmarks import stored
+from benchmarks.checkout import RESULTS
 from benchmarks.compiled import peak, shapes
-from benchmarks.report import RESULTS, device_name, file_of, versions
+from benchmarks.report import device_name, file_of, versions
 from benchmarks.timing import Ratio, interleaved, ratios
 from flax_sg.internals import jaxprs
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.charts import MASKS, OTHERS, OURS, draw
+from benchmarks.checkout import RESULTS
 from benchmarks.measure import Figures
 from benchmarks.rivals import BY_HAND
 
-RESULTS = Path(__file__).parent / 'results'
 WORKLOAD = 'transformer, frozen backbone'
 # The label and the colour of each bar, by way to freeze.
 BARS = {

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
+from benchmarks.checkout import commit
 from benchmarks.measure import Figures
 from benchmarks.rivals import BY_HAND
 from benchmarks.timing import Ratio
 
-RESULTS = Path(__file__).parent / 'results'
 HEAD = (
     'way to freeze',
     'program',
@@ -168,16 +168,14 @@ def file_of(device: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the measured packages."""
+    """Returns the versions of the measured packages, and the commit of this one."""
     import equinox
     import flax
     import haiku
     import optax
 
-    return {
-        module.__name__: module.__version__
-        for module in (jax, flax, optax, haiku, equinox)
-    }
+    packages = (jax, flax, optax, haiku, equinox)
+    return {'flax_sg': commit(), **{p.__name__: p.__version__ for p in packages}}
 
 
 def _rows(ways: Mapping[str, Figures | str]) -> list[list[str]]:

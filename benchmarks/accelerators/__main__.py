@@ -28,6 +28,7 @@ from benchmarks.accelerators import (
 )
 from benchmarks.accelerators.models import Decoder
 from benchmarks.accelerators.rows import Row
+from benchmarks.checkout import RESULTS
 
 # Every workload is compiled at the smallest size, and these two as they are timed on a
 # CPU, but for the layers: more than two of them only take longer to compile.
@@ -129,7 +130,7 @@ def main() -> None:
     )
     parser.add_argument('--topology', help='such as v5e:2x2, or 1x1x4 for four H100s')
     parser.add_argument('--smoke', action='store_true', help=smoke.__doc__)
-    parser.add_argument('--out', metavar='DIR', type=Path, default=results.RESULTS)
+    parser.add_argument('--out', metavar='DIR', type=Path, default=RESULTS)
     options = parser.parse_args()
     try:
         compiler = compilers.compiler(options.platform)

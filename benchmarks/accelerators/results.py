@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.accelerators.rows import Row
-
-RESULTS = Path(__file__).parents[1] / 'results'
+from benchmarks.checkout import RESULTS, commit
 
 
 def folder(compiler: str, within: Path = RESULTS) -> Path:
@@ -27,6 +26,8 @@ def read(file: Path) -> list[Row]:
 
 def keep(file: Path, new: Iterable[Row]) -> None:
     """Writes rows into a file, in place of those of the same devices, case and way."""
+    found = commit()
+    new = [dataclasses.replace(row, commit=found) for row in new]
     rows = {(r.topology, r.case, r.way): r for r in [*read(file), *new]}
     lines = [json.dumps(dataclasses.asdict(row)) for row in rows.values()]
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,7 @@ class Row:
         trace: seconds to trace and lower, while nothing compiles.
         step: seconds of a step, on a device that is there.
         note: why there are no figures.
+        commit: the commit of flax_sg that was measured.
     """
 
     topology: str
@@ -71,6 +72,7 @@ class Row:
     trace: float | None = None
     step: float | None = None
     note: str = ''
+    commit: str = ''
 
 
 def measured(

@@ -55,7 +55,8 @@ def write(
     for study, title in STUDIES.items():
         rows = results.read(folder / f'{study}.json')
         if rows:
-            lines += [f'## {title}', '']
+            commits = ', '.join(dict.fromkeys(row.commit for row in rows if row.commit))
+            lines += [f'## {title}', '', f'flax_sg {commits}.', '']
             if study == 'scale':
                 lines += ['![A training step of 8 billion parameters](scale.svg)', '']
             lines += _chips(rows) if study in ('programs', 'chips') else _cases(rows)

@@ -4,6 +4,7 @@ The compilers of these run on any CPU. `dev.py accelerators --smoke` installs on
 runs these tests. Elsewhere they are skipped.
 """
 
+import dataclasses
 import functools
 import os
 import re
@@ -205,7 +206,8 @@ def test_collectives_are_counted_by_kind_and_bytes():
     }
 
 
-def test_rows_are_kept_and_written(tmp_path):
+def test_rows_are_kept_and_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, 'commit', lambda: '1234abcd')
     old = Row('v5e', 'LoRA', 'stops by hand', 'stops', flops=1e6)
     new = Row('v5e', 'LoRA', 'stops by hand', 'stops', flops=2e6, peak=3_000_000)
     other = Row('v5e', 'LoRA', 'optax mask', note='needs 20.0G of 15.7G')
@@ -215,11 +217,13 @@ def test_rows_are_kept_and_written(tmp_path):
     assert file.parent.name == 'libtpu_0.0.1'
     for row in (old, other, named, new):
         results.keep(file, [row])
-    assert results.read(file) == [new, other, named]
+    kept = [dataclasses.replace(row, commit='1234abcd') for row in (new, other, named)]
+    assert results.read(file) == kept
     wanted = {'sharded': [('v5e', 'LoRA'), ('v5p', 'LoRA'), ('v5p', 'scan')]}
     tables.write(file.parent, 'libtpu 0.0.1', wanted)
     page = (file.parent / 'README.md').read_text().splitlines()
     assert page[0] == '# libtpu 0.0.1'
+    assert 'flax_sg 1234abcd.' in page
     assert '| stops by hand | stops | 2 | 0 | 0 | 0 | 3 |' in page
     assert '- optax mask: needs 20.0G of 15.7G' in page
     assert page[-1] == '- sharded, v5p: LoRA; scan'
