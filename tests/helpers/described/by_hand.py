@@ -223,6 +223,11 @@ class CallsByHand(Calls):
         part = self.models[item.model]
 
         def fn(params: Any, x: Any) -> Any:
+            if item.ahead is not None:
+                where = item.ahead.trained
+                others = dataclasses.replace(where, negated=not where.negated)
+                params = Values(params).rewritten((), others).params
+                x = x if item.ahead.each else jax.lax.stop_gradient(x)
             values = Values(params, jax.tree.map(jnp.sin, params))
             for one in place:
                 values = values.rewritten((), one.block.where, one.block.rule)

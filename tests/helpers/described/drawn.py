@@ -13,6 +13,7 @@ from tests.helpers.described.language import (
     DERIVATIVES,
     EVERYTHING,
     HOWS,
+    Ahead,
     Block,
     Call,
     Composite,
@@ -182,13 +183,22 @@ def calls(models: Sequence[Part], hows: Collection[str] = HOWS) -> list[Call]:
 
 
 @st.composite
+def ahead(draw: st.DrawFn, call: Call) -> Call:
+    """The same call, of the two functions that ``sg.precompute`` makes."""
+    split = Ahead(draw(wheres(common=True)), draw(st.booleans()))
+    return dataclasses.replace(call, ahead=split)
+
+
+@st.composite
 def programs(draw: st.DrawFn, models: Sequence[Part], deepest: int = 3) -> Program:
     """Programs of few filters, rules and calls, so that the same come again."""
     rules = draw(st.lists(st.sampled_from(RULES), min_size=1, max_size=2))
     some_filters = st.lists(wheres(common=True), min_size=2, max_size=3, unique=True)
     palette = [CHANGING, *draw(some_filters)]
     possible = calls(models, (*HOWS, 'jit', 'jit', 'step'))
-    some = draw(st.lists(st.sampled_from(possible), min_size=1, max_size=3))
+    one = st.sampled_from(possible)
+    one = one | one | one.flatmap(ahead)
+    some = draw(st.lists(one, min_size=1, max_size=3))
     of_session = [one for one in some if one.how not in DERIVATIVES]
 
     def body(calls: Sequence[Call], depth: int) -> Program:

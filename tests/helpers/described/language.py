@@ -183,6 +183,19 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ahead:
+    """That a function is split by ``sg.precompute``.
+
+    Attributes:
+        trained: which parameters are trained. The others have no gradient.
+        each: whether ``x`` changes at each step. Otherwise it has no gradient.
+    """
+
+    trained: Where
+    each: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Call:
     """Calls a model.
 
@@ -190,11 +203,13 @@ class Call:
         model: which, of several.
         how: how the function of its parameters is compiled, one of ``HOWS``.
         mutable: whether its parameters are returned, too.
+        ahead: how it is split in two, None if it is not.
     """
 
     model: int = 0
     how: str = 'plain'
     mutable: bool = False
+    ahead: Ahead | None = None
 
 
 @dataclasses.dataclass(frozen=True)

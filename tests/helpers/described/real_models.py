@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, path_aware_map
 
+import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers.described import language
 from tests.helpers.described.language import (
     HOWS,
+    Ahead,
     Block,
     Call,
     Calls,
@@ -263,6 +266,22 @@ class _Running(OnValue, Real):
 # Calls.
 
 
+def in_two(fn: Any, ahead: Ahead | None) -> Any:
+    """A function of parameters and ``x``, as the two that ``sg.precompute`` makes."""
+
+    def run(params: Any, x: Any) -> Any:
+        trained = path_aware_map(lambda path, _: ahead.trained.takes(path), params)
+        each = 1 if ahead.each else ()
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', 'Nothing is computed once')
+            split = sg.precompute(fn, params, x, wrt=trained, each=each)
+        data, last = ((), (x,)) if ahead.each else ((x,), ())
+        kept = split.early(*jax.lax.stop_gradient((params, *data)))
+        return split.late(params, kept, *last)
+
+    return fn if ahead is None else run
+
+
 class RealCalls(Calls, Real):
     """Calls models in real blocks.
 
@@ -278,18 +297,25 @@ class RealCalls(Calls, Real):
         self._paths = [list(flatten_dict(one)) for one in params]
         self._functions: dict[Call, Any] = {}
         self._found = set[Any]()
+        self._threads = 0
 
     def function(self, item: Call, place: tuple[Open, ...]) -> Any:
-        made = self._functions.get(item) or HOWS[item.how](self._counted(item))
+        made = self._functions.get(item)
+        made = made or HOWS[item.how](in_two(self._counted(item), item.ahead))
         self._functions[item] = made
+
+        # Equal blocks share a trace, if no other one is open that equals one of them.
+        blocks = [dataclasses.replace(one.block, body=()) for one in place]
+        shares = not self._threads and len({*blocks}) == len(blocks)
+        found = item, *(blocks if shares else place)
 
         def fn(params: Any, x: Any) -> Any:
             before = self.traces[item]
             out = made(params, x)
             again = self.traces[item] - before
             if item.how not in UNCACHED:
-                assert again <= ((item, place) not in self._found), f'traced: {item}'
-            self._found.add((item, place))
+                assert again <= (found not in self._found), f'traced: {item}'
+            self._found.add(found)
             for one in place:  # What is written within a negation has to match.
                 takes = dataclasses.replace(one.block.where, negated=False).takes
                 one.called |= any(map(takes, self._paths[item.model]))
@@ -313,6 +339,11 @@ class RealCalls(Calls, Real):
         """Compiled here and now: JAX finds such a program in another cache."""
         out = fn(params, self.x)
         return lambda: out
+
+    def thread(self, item: Any, place: Any) -> None:
+        self._threads += 1
+        super().thread(item, place)
+        self._threads -= 1
 
     def block(self, item: Block, place: tuple[Open, ...]) -> None:
         opened = Open(item)
