@@ -67,7 +67,9 @@ def changing_rows(operation: Operation) -> list[Mask] | None:
     name = operation.eqn.primitive.name
     if name in _EACH:
         return [*operation.masks]
-    rule = _RULES.get(name)
+    shapes = operation.shape(0), operation.eqn.outvars[0].aval.shape
+    # A scalar of a scalar changes as a whole.
+    rule = _RULES.get(name) if any(shapes) else None
     found = rule(operation) if rule else None
     return found if found is None or isinstance(found, list) else [found]
 
@@ -214,9 +216,9 @@ def _scattered(op: Operation) -> Mask | None:
     windows, inserted = dims.update_window_dims, dims.inserted_window_dims
     size = 1 if inserted else op.shape(2)[windows[0]]
     out = op.masks[0].copy()
-    rows = indices.reshape(-1, 1) + np.arange(size)
-    rows = rows[(rows >= 0) & (rows < len(out))]
-    out[rows] |= op.masks[2].any()
+    if len(out):  # By its mode, a row that is not there is the nearest one, or none.
+        first = np.clip(indices.reshape(-1, 1), 0, len(out) - size)
+        out[first + np.arange(size)] |= op.masks[2].any()
     return out
 
 

@@ -131,9 +131,10 @@ class Split(NamedTuple):
         for step in self.late:
             if number in step.read():
                 # No other operation reads only the rows that it returns.
-                is_slice = step.eqn.primitive.name == 'slice'
-                read = changing_rows(Operation(step.eqn, masks, bool))
-                if not is_slice or read is None or not all(map(np.all, read)):
+                if step.eqn.primitive.name != 'slice':
+                    return True
+                [read] = changing_rows(Operation(step.eqn, masks, bool)) or [False]
+                if not np.all(read):
                     return True
         return False
 

@@ -154,6 +154,23 @@ MOVES: dict[str, tuple[Any, bool]] = {
     'by its own indices': (lambda w: w[w[:, 0, 0].argsort()], False),
     'by indices of columns': (lambda w: w[:, np.array([2, 0])], False),
     'rows written': (lambda w: w.at[np.array([1, 4])].set(w[:2] * 2), False),
+    'rows beyond the ends written': (
+        lambda w: w.at[np.array([-9, 9])].set(w[4], mode='clip'),
+        True,
+    ),
+    'rows of none written': (
+        lambda w: w[:0].at[np.array([0])].set(w[4], mode='drop'),
+        True,
+    ),
+    'a scalar': (
+        lambda w: (
+            lax.slice(w[1, 0, 0], (), ()),
+            lax.pad(w[2, 0, 0], w[1, 0, 0], ()),
+            lax.dynamic_slice(w[2, 0, 0], (), ()),
+            lax.dynamic_update_slice(w[1, 0, 0], w[2, 0, 0], ()),
+        ),
+        True,
+    ),
     'rows added': (lambda w: w.at[3:5].add(w[:2]), True),
     'at its own': (lambda w: w.at[w[:2, 0, 0].astype(int)].set(w[0]), False),
     'columns written': (lambda w: w.at[:, 1].set(w[:, 0]), False),
@@ -307,10 +324,12 @@ def test_frozen_rows_that_are_returned_or_sliced_have_no_gradient():
         stack = params['stack']
         h, _ = lax.scan(layer, x, stack)
         pairs = params['pairs'].reshape(2, 2, 4, 4)
-        return jnp.sum(h), stack, params['twice'][1:4] * x[0, 0], stack[2:], pairs
+        written = params['written'].at[np.array([4])].set(1.0)
+        out = stack, params['twice'][1:4] * x[0, 0], stack[2:], pairs, written
+        return jnp.sum(h), *out
 
-    params = {**PARAMS, 'twice': STACK, 'pairs': STACK[:4]}
-    wrt = ABOVE, sg.at('twice', np.s_[2:]), sg.at('pairs', np.s_[1::2])
+    params = {**PARAMS, 'twice': STACK, 'pairs': STACK[:4], 'written': STACK}
+    wrt = sg.at(['stack', 'twice', 'written'], np.s_[2:]), sg.at('pairs', np.s_[1::2])
     ahead = sg.precompute(fun, params, X, wrt=[*wrt])
     kept = ahead.early(params, X)
 
@@ -321,6 +340,7 @@ def test_frozen_rows_that_are_returned_or_sliced_have_no_gradient():
     assert not grads['stack'][:2].any() and not grads['twice'][:2].any()
     assert not grads['pairs'][::2].any() and grads['pairs'][1::2].all()
     assert grads['stack'][2:].all() and grads['twice'][2:4].all()
+    assert not grads['written'][:2].any() and grads['written'][2:4].all()
 
 
 def test_stacks_in_loops_over_batches():
