@@ -96,23 +96,6 @@ def test_one_array_for_all_parameters_is_that_of_one_selection():
             assert found['carried' if known else 'fresh'] == ['0/trace']
 
 
-def test_states_with_more_than_an_array_for_each_leaf():
-    split = optax.contrib.split_real_and_imaginary(ADAM)
-    params: Any = {**PARAMS, 'z': jnp.ones(2, jnp.complex64)}
-    for tx in optax.sm3(0.1), split, optax.adafactor(0.1, min_dim_size_to_factor=2):
-        frozen = sg.freeze(tx, ['c', 'z'] if tx is split else 'c')
-        given = params if tx is split else PARAMS
-        _, state = frozen.update(given, frozen.init(given), given)
-        fresh = tx.init(given)
-        thawed = sg.adopt(tx, given, state)
-        assert jax.tree.structure(thawed) == jax.tree.structure(fresh)
-        pairs = jax.tree_util.tree_leaves_with_path(thawed)
-        olds = dict(jax.tree_util.tree_leaves_with_path(state))
-        for (keys, leaf), new in zip(pairs, jax.tree.leaves(fresh), strict=True):
-            oracle.assert_same(leaf, olds.get(keys, new))
-        oracle.assert_same(sg.adopt(frozen, given, thawed), state)
-
-
 def test_holes_of_a_restored_state_have_no_state(tmp_path):
     tx = sg.freeze(ADAM, 'a')
     params, state = trained(tx, tx.init(PARAMS), 2)
@@ -147,34 +130,6 @@ def test_what_is_no_moment_begins_anew(bad):
     assert found['in part'] == ['b']
 
 
-def test_hyperparameters_are_those_of_the_new_transformation():
-    adam = optax.inject_hyperparams(optax.adam)
-    tx = sg.freeze(adam(learning_rate=0.1), 'a')
-    params, state = trained(tx, tx.init(PARAMS), 2)
-    adopted = sg.adopt(adam(learning_rate=0.5), params, state)
-    assert float(adopted.hyperparams['learning_rate']) == 0.5
-    oracle.assert_same(adopted.inner_state[0].mu['b'], state.inner_state[0].mu['b'])
-    assert int(adopted.count) == 2
-
-
-def test_parameters_that_came_and_went():
-    _, state = trained(ADAM, ADAM.init(PARAMS), 3)
-    later = {'b': PARAMS['b'], 'lora': {'up': jnp.ones(3)}}
-    adopted = sg.adopt(ADAM, later, state)
-    oracle.assert_same(adopted[0].mu['b'], state[0].mu['b'])
-    assert oracle.is_zero(adopted[0].mu['lora']['up'])
-    assert int(adopted[0].count) == 3
-    updates, _ = ADAM.update(later, adopted, later)
-    assert jax.tree.structure(updates) == jax.tree.structure(later)
-    momentum = optax.sgd(0.1, 0.9)
-    with pytest.raises(errors.StructureError, match='or of other parameters'):
-        sg.adopt(momentum, {'other': jnp.ones(2)}, momentum.init(PARAMS))
-    # Now one is trained, now another.
-    one, other = (sg.freeze(momentum, name) for name in (['a', 'c'], ['b', 'c']))
-    adopted = sg.adopt(one, PARAMS, other.init(PARAMS))
-    oracle.assert_same(adopted, one.init(PARAMS))
-
-
 def test_a_report_says_what_was_carried_fresh_and_dropped():
     tx = sg.freeze(ADAM, ['b', sg.at('c', 0)])
     _, state = trained(ADAM, ADAM.init(PARAMS), 1)
@@ -201,17 +156,6 @@ def test_a_report_says_what_was_carried_fresh_and_dropped():
         'fresh': [],
         'dropped': [],
     }
-
-
-def test_a_name_within_other_names():
-    params = {'a': jnp.ones((2, 2)), 'b': {'a': jnp.ones(2)}, 's': 3}
-    found: dict[str, Any] = {}
-    adam = optax.adam(0.1)
-    state = jax.tree.map(jnp.ones_like, adam.init(params))
-    frozen = sg.freeze(adam, sg.at('a', 0))
-    adopted = sg.adopt(frozen, params, state, old=adam, report=found.update)
-    assert found['in part'] == ['a']
-    oracle.assert_same(adopted[0].mu['b'], state[0].mu['b'])
 
 
 def test_a_state_of_which_all_was_frozen_is_no_other_transformation():
@@ -299,13 +243,6 @@ def test_a_count_that_is_older_than_moments_has_the_effect_that_the_page_tells()
     figures = [float(text) for text in row.strip(' |').split('|')]
     assert [round(first_update(n), 2) for n in (5, 20, 50, 200)] == figures[:4]
     assert 2.9 < figures[4] < 3.0  # The page computes its own.
-
-
-def test_the_state_of_another_transformation():
-    state = optax.chain(optax.sgd(0.1, 0.9)).init(PARAMS)
-    for tx in ADAM, optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9)):
-        with pytest.raises(errors.StructureError, match="has TraceState at '0/0'"):
-            sg.adopt(tx, PARAMS, state)
 
 
 def test_parameters_with_the_names_of_a_state():

@@ -33,6 +33,7 @@ def loss(p: Any) -> Any:
 BETWEEN: dict[str, Callable[[Any], Any]] = {
     'nothing': lambda tx: tx,
     'a chain': lambda tx: optax.chain(optax.clip(0.5), tx, optax.scale(0.5)),
+    'a freeze': lambda tx: sg.freeze(tx, 'c'),
     'steps': lambda tx: optax.MultiSteps(tx, 2),
     'finite': lambda tx: optax.apply_if_finite(tx, 2),
     'hyperparameters': lambda tx: optax.inject_hyperparams(
@@ -50,6 +51,12 @@ PAIRS: dict[str, tuple[Any, Any, Any]] = {
     'all and rows': (sg.at('w', np.s_[:2]), ['w', 'b'], ['w', 'b']),
     'leaves and rows': ('a', sg.at('w', [0, 1, 4]), ['a', sg.at('w', [0, 1, 4])]),
     'rows and leaves': (sg.at('w', np.s_[4:]), 'b', ['b', sg.at('w', np.s_[4:])]),
+    # The outer one shows all of the array, so the rows of the inner one are its own.
+    'rows and elements': (
+        sg.at('w', np.s_[:2]),
+        sg.at('w', np.s_[:, 1]),
+        [sg.at('w', np.s_[:, 1]), sg.at('w', [0, 1])],
+    ),
 }
 
 
@@ -123,16 +130,6 @@ def test_rows_within_rows_are_refused(name, wrap):
             call(PARAMS)
 
 
-def test_elements_around_rows():
-    # The outer one shows all of the array, so the rows of the inner one are its own.
-    columns, rows = sg.at('w', np.s_[:, 1]), sg.at('w', np.s_[:2])
-    nested = sg.freeze(sg.freeze(optax.adam(0.1), rows), columns)
-    params, state = steps(nested)
-    expected, _ = steps(sg.freeze(optax.adam(0.1), [columns, sg.at('w', [0, 1])]))
-    oracle.assert_same(params, expected)
-    assert state[0].mu['w'].shape == (4, 3)
-
-
 def test_a_clip_between_both_counts_what_it_is_given():
     clip, sgd = optax.clip_by_global_norm(1.0), optax.sgd(1.0)
     tx = sg.freeze(optax.chain(clip, sg.freeze(sgd, 'a')), 'b')
@@ -169,17 +166,3 @@ def test_rows_of_nested_freezes_are_adopted():
     assert found['in part'] == ['w']
     with pytest.raises(errors.StructureError, match="rows of 'w' are frozen"):
         sg.adopt(new, PARAMS, state)
-
-
-def test_a_freeze_between_two_others():
-    tx = optax.sgd(0.1, momentum=0.9)
-    rows = sg.at('w', [0, 1, 4])
-    for names in ('a', 'b', rows), ('a', rows, 'b'), (rows, 'b', 'a'):
-        three = tx
-        for where in names:
-            three = sg.freeze(three, where)
-        one = sg.freeze(tx, list(names))
-        found, expected = (
-            each.update(GRADS[0], each.init(PARAMS), PARAMS)[0] for each in (three, one)
-        )
-        oracle.assert_same(found, expected)

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
 from flax.core import freeze as frozen_dict
 from flax.core.meta import Partitioned
 from flax.training import train_state
@@ -289,31 +287,6 @@ def test_a_filter_that_freezes_everything_warns(name):
         eval(fix, {'sg': sg, 'tx': optax.sgd(0.1), 'where': where})
 
 
-@pytest.mark.parametrize('rows', [np.s_[:], np.s_[:1]])
-def test_checkpoints(tmp_path, rows):
-    def start():
-        tx = sg.freeze(optax.adamw(0.1), sg.at('layer_*/**', rows))
-        params = {**PARAMS, 'extra': {'m': sg.NonDifferentiable(3)}}
-        return train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    @jax.jit
-    def step(state):
-        return state.apply_gradients(grads=sg.grad(loss)(state.params))
-
-    state = step(start())
-    expected = step(state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / 'state', state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / 'state', state)
-    # And with the serialization of Flax.
-    other = serialization.from_bytes(start(), serialization.to_bytes(state))
-    for found in map(step, (restored, other)):
-        oracle.assert_same(found.opt_state, expected.opt_state)
-        oracle.assert_same(*(jax.tree.leaves(s.params) for s in (found, expected)))
-        assert int(found.params['extra']['m']) == 3
-
-
 def test_fp8_values_are_replaced_by_their_gradient():
     """By the ``TrainState`` of Flax, which takes pruned gradients."""
     name = '_overwrite_with_gradient'
@@ -531,54 +504,6 @@ def test_an_option_that_means_nothing():
             call()
 
 
-def test_adopting_a_state_forgets_nothing():
-    traces: list[int] = []
-
-    def train(tx, params, state, steps):
-        @jax.jit
-        def step(params, state):
-            traces.append(1)
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return optax.apply_updates(params, updates), state
-
-        for _ in range(steps):
-            params, state = step(params, state)
-        return params, state
-
-    adam = optax.adam(0.1)
-    # All is trained, then two layers are frozen, then one of them is thawed.
-    params, full = train(adam, PARAMS, adam.init(PARAMS), 3)
-    tx = sg.freeze(adam, 'layer_*/**')
-    state = sg.adopt(tx, params, full)
-    assert state[0].mu['layer_1']['bias'] is sg.ABSENT
-    oracle.assert_same(state[0].mu['head'], full[0].mu['head'])
-    params, state = train(tx, params, state, 2)
-    tx, before = sg.freeze(adam, 'layer_0/**'), state
-    state = sg.adopt(tx, params, before, full)
-    oracle.assert_same(state[0].mu['head'], before[0].mu['head'])
-    oracle.assert_same(state[0].mu['layer_1'], full[0].mu['layer_1'])
-    assert state[0].mu['layer_0']['bias'] is sg.ABSENT
-    assert int(state[0].count) == 5
-    params, state = train(tx, params, state, 2)
-    assert len(traces) == 3
-
-    # The same by hand: full moments, and those of frozen layers are put back.
-    hand, (moments, *rest) = train(adam, PARAMS, adam.init(PARAMS), 3)
-    for frozen in (('layer_0', 'layer_1'), ('layer_0',)):
-        for _ in range(2):
-            before = hand, moments
-            grads = jax.grad(loss)(hand)
-            updates, (moments, *rest) = adam.update(grads, (moments, *rest), hand)
-            hand = optax.apply_updates(hand, updates)
-            for name in frozen:
-                hand = {**hand, name: before[0][name]}
-                mu = {**moments.mu, name: before[1].mu[name]}
-                nu = {**moments.nu, name: before[1].nu[name]}
-                moments = moments._replace(mu=mu, nu=nu)
-    chex.assert_trees_all_close(params, hand, rtol=1e-5, atol=1e-6)
-    oracle.assert_same(params['layer_0'], hand['layer_0'])
-
-
 def test_a_large_frozen_part_is_no_constant_of_the_program():
     """JAX warns of two gigabytes that are captured; here a warning is an error."""
     large = jax.ShapeDtypeStruct((1024, 1024, 1024), np.float32)
@@ -592,40 +517,6 @@ def test_a_large_frozen_part_is_no_constant_of_the_program():
     lowered = jax.jit(step, donate_argnums=0).lower(params, state, params)
     # It goes through as it is.
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 1000
-
-
-# The optimizer, and the functions that its update is given, of a function.
-OPAQUE = optax.contrib.sam(
-    optax.sgd(0.1),
-    optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
-    opaque_mode=True,
-)
-
-
-OF_FUNCTIONS = {
-    'sam': (OPAQUE, lambda f: {'grad_fn': lambda p, _: jax.grad(f)(p)}),
-    'sophia': (optax.contrib.sophia(0.1), lambda f: {'obj_fn': f}),
-    'line search': (optax.lbfgs(), lambda f: {'value_fn': f, 'value': 1.0}),
-}
-
-
-@pytest.mark.parametrize('name', OF_FUNCTIONS)
-def test_functions_of_the_parameters_are_given_the_trained_part(name):
-    """The lines that the error of ``sg.freeze`` shows."""
-    tx, given = OF_FUNCTIONS[name]
-    part, rest = sg.partition(PAIR, 'b')
-
-    def of_part(part):
-        return quadratic(sg.combine(part, rest))
-
-    def run(fun, live):
-        grads, extra = jax.grad(fun)(live), given(fun)
-        extra |= {'grad': grads} if 'value' in extra else {}
-        updates, _ = tx.update(grads, tx.init(live), live, **extra)
-        return optax.apply_updates(live, updates)
-
-    expected = run(lambda live: quadratic({**PAIR, **live}), {'b': PAIR['b']})
-    oracle.assert_same(sg.combine(run(of_part, part), rest), {**PAIR, **expected})
 
 
 def test_what_optax_reads_as_a_whole_tree():

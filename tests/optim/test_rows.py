@@ -124,11 +124,6 @@ def test_rows_of_one_axis_and_of_two_are_carried_to_each_other():
     assert elements.init(params)[0].mu['w'].shape == (2, 3, 4, 5)
 
 
-def test_what_is_no_row_keeps_its_full_state():
-    tx = sg.freeze(optax.adam(0.1), sg.at('layers/w', np.s_[:, 0]))
-    assert tx.init(PARAMS)[0].mu['layers']['w'].shape == (6, 4, 5)
-
-
 def trained(tx: Any, state: Any, p: Any = PARAMS) -> Any:
     for _ in range(2):
         updates, state = tx.update(jax.grad(loss)(p, X), state, p)
@@ -198,43 +193,6 @@ def test_other_trees_of_update_fit_the_rows():
     tx.update(PARAMS, (), PARAMS, rates=rates, other=PARAMS)
     assert seen['rates']['head'] == 0.5
     oracle.assert_same(seen['other']['head'], PARAMS['head'][2:])
-
-
-REPORTS = {
-    'the same': (np.s_[:4], np.s_[:4], 'carried'),
-    'one more is trained': (np.s_[:4], np.s_[:3], 'in part'),
-    'one less is trained': (np.s_[:4], np.s_[:5], 'in part'),
-    'other rows': (np.s_[:3], np.s_[3:], 'fresh'),
-}
-
-
-@pytest.mark.parametrize('name', REPORTS)
-def test_a_report_of_rows(name):
-    before, after, expected = REPORTS[name]
-    adam, found = optax.adam(0.1), {}
-    first, later = (sg.freeze(adam, sg.at('layers/w', i)) for i in (before, after))
-    state = trained(first, first.init(PARAMS))
-    sg.adopt(later, PARAMS, state, old=first, report=found.update)
-    if expected == 'carried':  # An older state does not matter then.
-        full = adam.init(PARAMS)
-        adopted = sg.adopt(
-            later, PARAMS, state, full, old=[first, adam], report=found.update
-        )
-        oracle.assert_same(adopted, state)
-    assert [what for what, names in found.items() if 'layers/w' in names] == [expected]
-    assert found['dropped'] == []
-    assert set(found['carried']) >= {'0/count', 'head', 'layers/b'}
-
-
-def test_gradients_for_each_example_have_rows_too():
-    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, 0)
-    tx = sg.freeze(private, sg.at('head', np.s_[:2]))
-    p, grads = {'head': jnp.ones(5)}, {'head': jnp.arange(20.0).reshape(4, 5)}
-    updates, _ = tx.update(grads, tx.init(p), p)
-    live = {'head': grads['head'][:, 2:]}
-    expected, _ = private.update(live, private.init({'head': jnp.ones(3)}))
-    oracle.assert_same(updates['head'][2:], expected['head'])
-    assert oracle.is_zero(updates['head'][:2])
 
 
 MEASURED = {

@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx, serialization
+from flax import serialization
 
 import flax_sg as sg
 from flax_sg import errors
@@ -211,50 +211,3 @@ def test_a_state_that_was_stored(through, name, tmp_path):
     state = filled(old.init(PARAMS))
     adopted = sg.adopt(new, PARAMS, through(state, tmp_path), old=old)
     oracle.assert_same(adopted, sg.adopt(new, PARAMS, state, old=old))
-
-
-def test_a_state_of_an_optimizer_of_nnx():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.w, self.b = nnx.Param(jnp.ones((6, 9))), nnx.Param(jnp.ones(6))
-
-    model = Model()
-    old, new = (optax.chain(optax.clip(1.0), two(trained)) for trained in (OLD, NEW))
-    optimizer = nnx.Optimizer(model, old, wrt=nnx.Param)
-    params = nnx.state(model, nnx.Param)
-    optimizer.update(model, jax.tree.map(jnp.ones_like, params))
-    adopted = sg.adopt(new, params, optimizer.opt_state, old=old)
-    plain = {'w': jnp.ones((6, 9)), 'b': jnp.ones(6)}
-    _, state = old.update(plain, old.init(plain), plain)
-    expected = by_hand(state, new.init(plain), 6, NEW)
-    values = jax.tree.leaves(adopted)
-    oracle.assert_same([*expected.values()], values)
-
-
-def test_a_group_that_begins_later_beside_what_is_frozen():
-    """By hand: an Adam of its own, whose count begins with the thaw."""
-    late = optax.conditionally_mask(optax.adam(0.1), lambda step: step >= 2)
-    groups = optax.partition(
-        {'late': late, 'now': optax.adam(0.1)}, dict(w='late', b='now', c='now')
-    )
-    start = {**PARAMS, 'c': jnp.ones(2)}
-    tx = sg.freeze(groups, 'c')
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    grads = jax.tree.map(lambda x: jnp.stack([x * n for n in (1, -2, 3, 4)]), start)
-    run = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), grads)[0][0])
-    expected = dict(start)
-    for name, first in (('w', 2), ('b', 0)):
-        adam = optax.adam(0.1)
-        state = adam.init(start[name])
-        for n in range(first, 4):
-            updates, state = adam.update(grads[name][n], state)
-            expected[name] += updates
-    found = run(start)
-    oracle.assert_same(found['c'], expected['c'])
-    for name in 'wb':
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 
 import flax_sg as sg
 from flax_sg import errors
@@ -290,6 +291,8 @@ def test_copies():
         for twin in oracle.copies(whole):
             assert type(twin.value) is type(whole.value)
             assert np.array_equal(twin.value, whole.value)
+    stored = serialization.from_bytes(ND(jnp.zeros(2, int)), serialization.to_bytes(n))
+    oracle.assert_same(stored.value, n.value)
     shapes = jax.eval_shape(lambda n: n, n)
     assert jax.tree.structure(shapes) == jax.tree.structure(n)
     assert 'NonDifferentiable' in repr(jax.tree.map(jnp.shape, n))
