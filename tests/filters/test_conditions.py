@@ -15,36 +15,13 @@ from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
 from flax_sg.forms import block_decorator
-from tests.helpers import extents, oracle
+from tests.helpers import extents, oracle, traced
+from tests.helpers.traced import PARAMS, X, loss
 from tests.helpers.turns import in_turn
 
-X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
-
-
-class Cell(linen.Module):
-    @linen.compact
-    def __call__(self, x, _):
-        return linen.tanh(linen.Dense(3, name='dense')(x)), None
-
-
-class Net(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x = linen.tanh(linen.Dense(3, name='one')(x))
-        x = nn.jit(linen.Dense)(3, name='two')(x)
-        cells = linen.scan(linen.remat(Cell), length=2, **oracle.STACKED)
-        x, _ = cells(name='cells')(x, None)
-        return linen.Dense(2, name='head')(x)
-
-
-PARAMS = jax.jit(Net().init)(jax.random.key(0), X)['params']
 # What the glob below means.
 NAMED = oracle.below('two', 'cells')
 GLOB = '{two,cells}/**'
-
-
-def loss(params: Any) -> Any:
-    return jnp.sum(Net().apply({'params': params}, X) ** 2)
 
 
 def where(params: Any, mask: Callable[[str], Any]) -> Any:
@@ -57,103 +34,64 @@ def where(params: Any, mask: Callable[[str], Any]) -> Any:
     return jax.tree_util.tree_map_with_path(stop, params)
 
 
-def by_hand(params: Any, flag: Any) -> Any:
-    return loss(where(params, lambda path: NAMED(path) and flag))
-
-
-def in_block(params: Any, flag: Any) -> Any:
-    with nn.stop_gradient(as_filter(GLOB) & flag):
-        return loss(params)
-
-
-def of_tree(params: Any, flag: Any) -> Any:
-    return loss(sg.stop_gradient(params, flag & as_filter(GLOB)))
+def by_hand(params: Any, flag: Any, *net: Any) -> Any:
+    return loss(where(params, lambda path: NAMED(path) and flag), *net)
 
 
 def flags_of_modules(params: Any, flag: Any) -> Any:
     flags = {'one': False, 'two': flag, 'cells': {'dense': flag}, 'head': np.False_}
-    with nn.stop_gradient(flags):
-        return loss(params)
-
-
-jitted_loss = jax.jit(loss)
-
-
-def around_jit(params: Any, flag: Any) -> Any:
-    with nn.stop_gradient(as_filter(GLOB) & flag):
-        return jitted_loss(params)
+    return traced.in_block(params, flags)
 
 
 def frozen(params: Any, flag: Any) -> Any:
-    return jnp.sum(
-        nn.Frozen(Net(), as_filter(GLOB) & flag).apply({'params': params}, X) ** 2
-    )
+    model = nn.Frozen(traced.Net(), as_filter(GLOB) & flag)
+    return jnp.sum(model.apply({'params': params}, X) ** 2)
+
+
+def in_block(params: Any, flag: Any) -> Any:
+    return traced.in_block(params, as_filter(GLOB) & flag)
 
 
 WAYS = {
-    fn.__name__: fn for fn in (in_block, of_tree, flags_of_modules, around_jit, frozen)
-}
-BOTH = np.array([True, False])
-
-
-def of_steps(fn: Any) -> Any:
-    """A loss in each step of a scan, the first of them with the condition."""
-
-    def run(params):
-        def body(total, step):
-            return total + fn(params, step < 1), None
-
-        return jax.lax.scan(body, 0.0, jnp.arange(3))[0]
-
-    return jax.grad(run)(PARAMS)
-
-
-TRACED: dict[str, Callable[[Any], Any]] = {
-    'jit': lambda fn: [jax.jit(jax.grad(fn))(PARAMS, flag) for flag in BOTH],
-    'grad of jit': lambda fn: [jax.grad(jax.jit(fn))(PARAMS, flag) for flag in BOTH],
-    'parameters from outside': lambda fn: jax.grad(
-        lambda p: jax.jit(lambda flag: fn(p, flag))(True)
-    )(PARAMS),
-    'scan': of_steps,
-    'vmap': lambda fn: jax.vmap(jax.grad(fn), (None, 0))(PARAMS, BOTH),
-    'vmap of all': lambda fn: jax.vmap(jax.grad(fn))(
-        jax.tree.map(lambda w: jnp.stack([w, 2 * w]), PARAMS), BOTH
+    'block': in_block,
+    'tree': lambda params, flag: traced.of_tree(params, flag & as_filter(GLOB)),
+    'flags of modules': flags_of_modules,
+    'around a jitted function': lambda params, flag: traced.around_jit(
+        params, as_filter(GLOB) & flag
     ),
-    'checkpoint': lambda fn: jax.jit(jax.grad(jax.checkpoint(fn)))(PARAMS, True),
-    'of the parameters': lambda fn: jax.jit(
-        jax.grad(lambda p: fn(p, p['head']['bias'].sum() < 1.0))
-    )(PARAMS),
-    'second order': lambda fn: jax.jit(
-        jax.grad(lambda p, flag: jnp.vdot(*[jax.grad(fn)(p, flag)['one']['bias']] * 2))
-    )(PARAMS, True),
-    'jvp': lambda fn: jax.jit(
-        lambda p, flag: jax.jvp(lambda p: fn(p, flag), (p,), (p,))
-    )(PARAMS, True),
+    'Frozen': frozen,
 }
+
+
+def run(how: str, fn: Any) -> Any:
+    of_params = lambda p: p['head']['bias'].sum() < 1.0  # noqa: E731
+    return traced.TRACED[how](fn, np.True_, np.False_, of_params)
 
 
 @functools.cache
 def traced_by_hand(how: str) -> Any:
-    return TRACED[how](by_hand)
+    return run(how, by_hand)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(('how', 'name'), in_turn(TRACED, WAYS, times=2))
+@pytest.mark.parametrize(('how', 'name'), in_turn(traced.TRACED, WAYS, times=2))
 def test_a_traced_condition(how, name):
-    oracle.assert_same(TRACED[how](WAYS[name]), traced_by_hand(how))
+    oracle.assert_same(run(how, WAYS[name]), traced_by_hand(how))
 
 
 @pytest.mark.parametrize('extent', extents.OF_STOPS)
 def test_every_extent(extent):
+    net = traced.Net(linen.remat)
+
     def ours(params, flag):
         rewrite = nn.stop_gradient(as_filter(GLOB) & flag)
-        y = extents.OF_STOPS[extent](rewrite, Net(), {'params': params}, X)
+        y = extents.OF_STOPS[extent](rewrite, net, {'params': params}, X)
         return jnp.sum(y**2)
 
     step = jax.jit(jax.value_and_grad(ours))
+    hand = jax.jit(jax.value_and_grad(lambda params, flag: by_hand(params, flag, net)))
     for flag in True, False:
-        expected = jax.jit(jax.value_and_grad(by_hand))(PARAMS, flag)
-        oracle.assert_same(step(PARAMS, flag), expected)
+        oracle.assert_same(step(PARAMS, flag), hand(PARAMS, flag))
     assert step._cache_size() == 1
 
 
@@ -389,7 +327,7 @@ def test_a_jitted_closure_finds_no_condition_of_another_trace():
 def test_no_tracer_is_kept():
     with jax.checking_leaks():
         # JAX itself keeps what a jitted function reads of a trace around it.
-        for name in WAYS.keys() - {'around_jit'}:
+        for name in WAYS.keys() - {'around a jitted function'}:
             jax.jit(jax.grad(WAYS[name]))(PARAMS, True)
 
 
@@ -417,18 +355,6 @@ def test_a_class_with_a_condition_is_made_anew(of: Any):
     ]
 
 
-def test_one_program_for_all_steps():
-    @jax.jit
-    def step(params, n):
-        return jax.grad(in_block)(params, n < 2)
-
-    for n in range(4):
-        oracle.assert_same(
-            step(PARAMS, n), jax.jit(jax.grad(by_hand))(PARAMS, jnp.array(n < 2))
-        )
-    assert step._cache_size() == 1
-
-
 # In modules.
 
 
@@ -453,7 +379,7 @@ class Owner(linen.Module):
         elif self.how == 'class':
             x = nn.stop_gradient(linen.Dense, flag)(3, name='lifted')(x)
         else:
-            frozen = nn.Frozen(Cell(name='cell'), flag)
+            frozen = nn.Frozen(traced.Cell(name='cell'), flag)
             x, _ = frozen(x, None)
         return linen.tanh(x)
 

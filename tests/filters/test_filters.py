@@ -132,6 +132,11 @@ SELECTIONS: list[tuple[Any, list[Path]]] = [
     (Named('bias').method, [B]),
     (functools.partial(lambda n, p: p.name == n, 'bias'), [B]),
     ({'scale'}.__contains__, [S]),
+    (lambda path, name='kernel': path.name == name, [K, D]),
+    (lambda path, *, name='kernel': path.name == name, [K, D]),
+    (lambda *paths: paths[0].name == 'kernel', [K, D]),
+    (functools.lru_cache(is_kernel), [K, D]),
+    (operator.methodcaller('endswith', '/kernel'), [K, D]),
     (True, PATHS),
     (False, []),
     (np.False_, []),
@@ -218,7 +223,7 @@ UNEQUAL: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize('row', EQUAL)
 def test_equal(row):
     one, other = map(as_filter, row)
-    assert one == other and hash(one) == hash(other)
+    assert sg.where(row[0]) == one == other and hash(one) == hash(other)
     with pytest.raises(AttributeError):  # Filters are immutable.
         one.pattern = 'b'  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -243,28 +248,6 @@ def test_pickles(chosen):
     assert twin == chosen == copy.deepcopy(chosen)
     assert (repr(twin), hash(twin)) == (repr(chosen), hash(chosen))
     assert b'_hash' not in pickle.dumps(chosen)
-
-
-WHERE = {
-    'a glob': ('gln/**', Glob('gln/**')),
-    'a regular expression': (re.compile('gln.*'), Regex(re.compile('gln.*'))),
-    'a bool': (True, Constant(True)),
-    'a tree of bools': ({'gln': True}, BoolTree({'gln': True})),
-    'a list': (['gln/**', 'dec/**'], Or((Glob('gln/**'), Glob('dec/**')))),
-    'a filter': (~Glob('gln/**'), ~Glob('gln/**')),
-}
-
-
-@pytest.mark.parametrize('row', WHERE)
-def test_where_makes_a_filter(row: str):
-    given, expected = WHERE[row]
-    chosen = sg.where(given)
-    assert chosen == expected
-    assert (~chosen, chosen & 'a/b', 'a/b' | chosen) == (
-        ~expected,
-        expected & Glob('a/b'),
-        expected | Glob('a/b'),
-    )
 
 
 def test_where_of_several_means_any_of_them():
@@ -408,23 +391,7 @@ def test_a_path_in_a_list_takes_the_leaves_of_the_variable():
     assert as_filter(['a/w/0', 'b'])(inner) is True
 
 
-# What is refused: for the other messages see errors/filter_errors.py
-
-
-@pytest.mark.parametrize(
-    'fn',
-    [
-        lambda path, name='kernel': path.name == name,
-        lambda path, *, name='kernel': path.name == name,
-        lambda *paths: paths[0].name == 'kernel',
-        functools.partial(lambda name, path: path.name == name, 'kernel'),
-        functools.lru_cache(is_kernel),
-        operator.methodcaller('endswith', '/kernel'),
-    ],
-)
-def test_functions_that_can_be_called_with_a_path_are_taken(fn):
-    kernel, bias = (Path.of('params', ('a', name)) for name in ('kernel', 'bias'))
-    assert [as_filter(fn)(path) for path in (kernel, bias)] == [True, False]
+# What is refused: see errors/filter_errors.py
 
 
 # Trees of bools

@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,28 +14,10 @@ from flax import linen
 import flax_sg as sg
 from flax_sg import errors, filters, testing
 from flax_sg import linen as nn
-from tests.helpers import extents, oracle
+from tests.helpers import extents, oracle, traced
+from tests.helpers.traced import PARAMS, X, around_jit, in_block, loss, of_tree
 from tests.helpers.turns import in_turn
 
-X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
-
-
-class Net(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x = linen.tanh(linen.Dense(3, name='one')(x))
-        x = nn.jit(linen.Dense)(3, name='two')(x)
-        x, _ = linen.scan(Cell, length=2, **oracle.STACKED)(name='cells')(x, None)
-        return linen.Dense(2, name='head')(x)
-
-
-class Cell(linen.Module):
-    @linen.compact
-    def __call__(self, x, _):
-        return linen.tanh(linen.Dense(3, name='dense')(x)), None
-
-
-PARAMS = jax.jit(Net().init)(jax.random.key(0), X)['params']
 # Some of most arrays, all of one, nothing of another.
 MASK: Any = {
     **jax.tree.map(lambda w: np.asarray(w > 0.1), PARAMS),
@@ -44,10 +25,6 @@ MASK: Any = {
 }
 OTHER = jax.tree.map(np.logical_not, MASK)
 FULL = jax.tree.map(lambda m, w: np.broadcast_to(m, w.shape), MASK, PARAMS)
-
-
-def loss(params: Any) -> Any:
-    return jnp.sum(Net().apply({'params': params}, X) ** 2)
 
 
 def masked(params: Any, mask: Any) -> Any:
@@ -58,23 +35,6 @@ def masked(params: Any, mask: Any) -> Any:
 
 def by_hand(params: Any, mask: Any) -> Any:
     return loss(masked(params, mask))
-
-
-def in_block(params: Any, mask: Any) -> Any:
-    with nn.stop_gradient(mask):
-        return loss(params)
-
-
-def of_tree(params: Any, mask: Any) -> Any:
-    return loss(sg.stop_gradient(params, mask))
-
-
-jitted_loss = jax.jit(loss)
-
-
-def around_jit(params: Any, mask: Any) -> Any:
-    with nn.stop_gradient(mask):
-        return jitted_loss(params)
 
 
 WAYS = {'block': in_block, 'tree': of_tree, 'around a jitted function': around_jit}
@@ -91,7 +51,9 @@ def test_a_mask_in_the_block(name):
 
 @pytest.mark.parametrize('extent', extents.OF_STOPS)
 def test_every_extent(extent):
-    call = functools.partial(extents.OF_STOPS[extent], nn.stop_gradient(MASK), Net())
+    call = functools.partial(
+        extents.OF_STOPS[extent], nn.stop_gradient(MASK), traced.Net()
+    )
     ours = jax.value_and_grad(lambda p: jnp.sum(call({'params': p}, X) ** 2))
     oracle.assert_same(ours(PARAMS), HAND)
 
@@ -105,64 +67,26 @@ def test_the_compiled_program_is_that_with_where():
 # Masks that change in the training step.
 
 
-def of_two_masks(fn: Any) -> Any:
-    """The losses under two masks, one after the other in a scan."""
-    stacked = jax.tree.map(lambda *masks: np.stack(masks), FULL, OTHERS)
-
-    def run(params):
-        def body(total, mask):
-            return total + fn(params, mask), None
-
-        return jax.lax.scan(body, 0.0, stacked)[0]
-
-    return jax.grad(run)(PARAMS)
-
-
 def large(params: Any) -> Any:
     return jax.tree.map(lambda w: abs(w) > 0.2, params)
 
 
 OTHERS = jax.tree.map(np.logical_not, FULL)
-TRACED: dict[str, Callable[[Any], Any]] = {
-    'jit': lambda fn: jax.jit(jax.grad(fn))(PARAMS, FULL),
-    'grad of jit': lambda fn: jax.grad(jax.jit(fn))(PARAMS, FULL),
-    'parameters from outside': lambda fn: jax.grad(
-        lambda p: jax.jit(lambda mask: fn(p, mask))(FULL)
-    )(PARAMS),
-    'scan': of_two_masks,
-    'vmap': lambda fn: jax.vmap(jax.grad(fn), (None, 0))(
-        PARAMS, jax.tree.map(lambda *masks: np.stack(masks), FULL, OTHERS)
-    ),
-    'checkpoint': lambda fn: jax.jit(jax.grad(jax.checkpoint(fn)))(PARAMS, FULL),
-    'of the parameters': lambda fn: jax.jit(jax.grad(lambda p: fn(p, large(p))))(
-        PARAMS
-    ),
-}
+
+
+def run(how: str, fn: Any) -> Any:
+    return traced.TRACED[how](fn, FULL, OTHERS, large)
 
 
 @functools.cache
 def traced_by_hand(how: str) -> Any:
-    return TRACED[how](by_hand)
+    return run(how, by_hand)
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(('how', 'name'), in_turn(TRACED, WAYS))
+@pytest.mark.parametrize(('how', 'name'), in_turn(traced.TRACED, WAYS))
 def test_traced_masks(how, name):
-    oracle.assert_same(TRACED[how](WAYS[name]), traced_by_hand(how))
-
-
-def test_a_bool_that_is_traced():
-    @jax.jit
-    def ours(params, frozen):
-        return jax.grad(in_block)(params, {'one': frozen, **others})
-
-    others = {name: False for name in PARAMS if name != 'one'}
-    hand = jax.jit(jax.grad(by_hand))
-    nothing = jax.tree.map(lambda w: np.zeros(w.shape, bool), PARAMS)
-    for frozen in True, False:
-        mask = {name: of | frozen for name, of in nothing['one'].items()}
-        expected = hand(PARAMS, {**nothing, 'one': mask})
-        oracle.assert_same(ours(PARAMS, frozen), expected)
+    oracle.assert_same(run(how, WAYS[name]), traced_by_hand(how))
 
 
 def test_one_program_serves_all_traced_masks():
@@ -191,36 +115,6 @@ def test_the_gradient_call():
     oracle.assert_same((value, grads), (hand_value, hand))
     traced = jax.jit(lambda p, mask: sg.grad(loss, wrt=mask)(p))(PARAMS, OTHERS)
     oracle.assert_same(traced, jax.jit(jax.grad(by_hand))(PARAMS, FULL))
-
-
-def test_a_tree_of_one_of_two_models():
-    class Critic(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return linen.Dense(1, name='q')(x)
-
-    actor, critic = linen.Sequential([linen.Dense(3), linen.Dense(3)]), Critic()
-    key, some = jax.random.key(0), {'bias': False, 'kernel': True}
-    tree = {'layers_0': True, 'layers_1': some}
-    both = actor.init(key, X)['params'], critic.init(key, X)['params']
-
-    def loss(actor, of_actor, of_critic):
-        return jnp.sum(critic.apply({'params': of_critic}, run(actor, of_actor)) ** 2)
-
-    def run(actor, params):
-        return actor.apply({'params': params}, X)
-
-    def by_hand(of_actor, of_critic):
-        first, second = (dict(of_actor[f'layers_{n}']) for n in (0, 1))
-        first = jax.lax.stop_gradient(first)
-        second['kernel'] = jax.lax.stop_gradient(second['kernel'])
-        return loss(actor, {'layers_0': first, 'layers_1': second}, of_critic)
-
-    grads = jax.grad(functools.partial(loss, nn.Frozen(actor, tree)), (0, 1))(*both)
-    oracle.assert_same(grads, jax.grad(by_hand, (0, 1))(*both))
-    said = "Nothing of 'q' is in the tree"
-    with pytest.raises(errors.ArgumentValueError, match=said), nn.stop_gradient(tree):
-        loss(actor, *both)
 
 
 def test_combined_with_other_filters():
@@ -259,39 +153,6 @@ def test_the_optimizer_keeps_what_the_mask_freezes_and_full_moments():
             lambda w, u, m: jnp.where(m, w, w + u), before, moved, FULL
         )
         oracle.assert_same(params, expected)
-
-
-@pytest.mark.usefixtures('standard_promotion')
-def test_a_mask_that_changes_in_the_step():
-    tx = optax.adam(0.1)
-
-    @jax.jit
-    def ours(params, state, mask):
-        frozen = sg.freeze(tx, mask)
-        updates, state = frozen.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def hand(params, state, mask):
-        seen = jax.tree.map(
-            lambda g, m: jnp.where(m, 0.0, g), jax.grad(loss)(params), mask
-        )
-        updates, after = tx.update(seen, state, params)
-        kept = jax.tree.map(lambda u, m: jnp.where(m, -0.0, u), updates, mask)
-        mu, nu = (  # The moments of what is frozen stand still.
-            jax.tree.map(jnp.where, mask, getattr(state[0], name), new)
-            for name, new in (('mu', after[0].mu), ('nu', after[0].nu))
-        )
-        after = after[0]._replace(mu=mu, nu=nu), *after[1:]
-        return optax.apply_updates(params, kept), after
-
-    state = sg.freeze(tx, FULL).init(PARAMS)
-    state = sg.adopt(tx, PARAMS, state, old=sg.freeze(tx, FULL))
-    found, expected = (PARAMS, state), (PARAMS, state)
-    for mask in FULL, OTHERS, FULL:
-        found, expected = ours(*found, mask), hand(*expected, mask)
-        oracle.assert_same(found, expected)
-    assert ours._cache_size() == 1
 
 
 def test_a_part_of_the_tree_and_back():
@@ -379,7 +240,7 @@ def test_where_a_traced_mask_has_no_values():
     for use in (
         lambda mask: sg.partition(PARAMS, mask),
         lambda mask: testing.assert_flows(
-            functools.partial(in_block, mask=mask), mask, PARAMS
+            functools.partial(in_block, where=mask), mask, PARAMS
         ),
     ):
         with pytest.raises(errors.PartError, match='the mask is traced'):
