@@ -239,20 +239,12 @@ def test_pure_models():
     model = nnx.as_pure(Net(dropout=0.0))
     model.eval()
 
-    class Reads:
-        """Reads arrays as layers read Variables."""
-
-        def __new__(cls, model):
-            x = X
-            for layer in model.body:
-                bias = jnp.broadcast_to(layer.bias, x.shape)
-                x = jnp.tanh(x @ layer.kernel + bias)
-            return x.sum()
+    def loss(model, where):
+        view = nnx.stop_gradient(model, where)
+        return sum(jnp.sum(layer.kernel) for layer in view.body)
 
     for where, stopped in ((True, 2), ('body/0/*', 1), ('body/**', 2), (False, 0)):
-        grads = jax.grad(
-            lambda m, w=where: Reads(nnx.stop_gradient(m, w)), allow_int=True
-        )(model)
+        grads = jax.grad(loss, allow_int=True)(model, where)
         still = [bool(layer.kernel.any()) for layer in grads.body]
         assert still == [False] * stopped + [True] * (2 - stopped)
     some = nnx.where(Net(), 'body/0/*')

@@ -56,7 +56,7 @@ def forward(model: Any, x: Any, view: Any, draw: random.Random) -> Any:
 def trained(seed: int, view: Any) -> Any:
     """The state after some steps, and the gradients of each."""
     draw = random.Random(seed)
-    model, compiled = model_of(draw, nnx.Rngs(seed), 2), draw.random() < 0.5
+    model, compiled = model_of(draw, nnx.Rngs(seed), 1 + LONG), draw.random() < 0.5
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     def step(model, optimizer):

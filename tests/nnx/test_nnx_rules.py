@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -310,21 +309,3 @@ def test_other_values_for_a_number_of_python(own, other):
     model, target = Tempered(own), Tempered(other)
     view = nnx.substitute(model, target)
     assert view(jnp.ones(3)) == 0.75 and model(jnp.ones(3)) == 1.5
-
-
-@pytest.mark.parametrize('name', ['replace_cotangent', 'map_cotangent'])
-def test_rules_of_rows_leave_the_other_rows_alone(name):
-    model, rows = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), sg.at('kernel', np.s_[1:])
-    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
-    given: Any = {'replace_cotangent': 3.0, 'map_cotangent': lambda _, g: g + 1.0}[name]
-
-    def loss(model):
-        return jnp.sum(model(x) ** 2)
-
-    def ours(model):
-        return loss(getattr(nnx, name)(model, rows, given))
-
-    plain = np.asarray(nnx.grad(loss)(model)['kernel'][...])
-    change = np.full_like(plain, 3.0) if name == 'replace_cotangent' else plain + 1.0
-    found = np.asarray(nnx.grad(ours)(model)['kernel'][...])
-    oracle.assert_same(found, np.concatenate([plain[:1], change[1:]]))

@@ -18,7 +18,7 @@ from flax_sg import errors, nnx
 from flax_sg.nnx import statics
 from flax_sg.trees import nnx_paths
 from tests.helpers import oracle
-from tests.helpers.nnx_by_hand import Layer, X, total, zeros
+from tests.helpers.nnx_by_hand import Layer, total, zeros
 
 ALL = [f'{name}/{leaf}' for name in ('body', 'head') for leaf in ('bias', 'kernel')]
 
@@ -368,30 +368,6 @@ def levels(depth: int) -> Any:
     return model
 
 
-WHERE = [
-    'two/**',
-    '**/two/kernel',
-    'one/two/*/*',
-    '*/two/one/?ernel',
-    lambda path: path == 'two/one/two/kernel',
-    '**/kernel',
-    True,
-]
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize('where', WHERE)
-def test_levels_by_any_of_their_paths(where):
-    model = levels(3)
-    whole = where in ('two/**', 'one/two/*/*', True)
-    stopped = ['bias', 'kernel'] if whole else ['kernel']
-    loss = lambda m: m.features(X).sum()  # noqa: E731
-    found = zeros(lambda m: loss(nnx.stop_gradient(m, where)), model)
-    assert found == [f'one/one/one/{name}' for name in stopped]
-    only = zeros(lambda m: loss(nnx.train_only(m, where)), model)
-    assert only == ([] if whole else ['one/one/one/bias'])
-
-
 def test_a_walk_takes_each_module_once(monkeypatch):
     model, apart = levels(10), []
     flatten = jax.tree_util.tree_flatten_with_path
@@ -413,27 +389,6 @@ def test_a_walk_takes_each_module_once(monkeypatch):
     for _ in range(10):
         view, other = view.two, other.one
     oracle.assert_same(view.kernel[...], other.kernel[...])
-
-
-def test_a_shared_module_by_its_second_path_in_braces():
-    """A list of the globs that the braces stand for takes the same."""
-
-    class Body(nnx.Module):
-        def __init__(self):
-            self.k, self.j = Layer(nnx.Rngs(0)), Layer(nnx.Rngs(1))
-
-    class Model(nnx.Module):
-        def __init__(self):
-            self.aa, self.head = Body(), Layer(nnx.Rngs(2))
-            self.b = self.aa
-
-        def features(self, x):
-            return self.head(self.b.j(self.b.k(x)))
-
-    loss = lambda m: m.features(X).sum()  # noqa: E731
-    for where in '{b/k,head}/kernel', '{b/{k,k},head}/kernel', '{head,**/b/k}/ker*':
-        found = zeros(lambda m, where=where: loss(nnx.stop_gradient(m, where)), Model())
-        assert found == ['aa/k/kernel', 'head/kernel'], where
 
 
 def test_many_weights_that_are_not_shared_are_no_fault(monkeypatch):

@@ -57,7 +57,7 @@ def all_paths(node: Any, names: tuple[str, ...] = (), *around: Any) -> Iterator[
 
 
 def expression(draw: random.Random) -> Any:
-    names = ['a', 'b', 'c', 'd', '*', '**', '?', '0', '1', '[ab]']
+    names = [*'abcd01?*', '**', '[ab]', '{a,b}', '{b/c,a}', '{b/{a,0},c}']
     globs = ['/'.join(draw.choices(names, k=draw.randint(1, 5))) for _ in range(2)]
     name = draw.choice('abcd')
     others = [lambda path: name in path.parts, re.compile(f'.*{name}/.')]
@@ -106,11 +106,12 @@ def test_a_filter_takes_a_variable_by_any_of_its_paths(seed: int):
 def test_modules_that_hold_each_other():
     """By ``a/n`` the module ``m`` is around, by ``z`` it is not."""
     model, m, n = Node(), Node(), Node()
-    model.a, model.z, m.n, n.m = m, n, n, m
+    model.a, model.z, m.n, n.m, n.top = m, n, n, m, model
     m.kernel, model.m = variable(), nnx.Dict(kernel=variable())
     view = nnx.stop_gradient(model, '**/m/kernel')
     assert view.a.kernel is not m.kernel and view.a.kernel is view.z.m.kernel
     assert view.m.kernel is not model.m.kernel
+    assert view.z.top is view and model.z.top is model
 
 
 def tree_of(draw: random.Random, depth: int, share: float) -> Any:

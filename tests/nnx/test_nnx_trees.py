@@ -42,15 +42,14 @@ def test_a_filter_for_nnx():
         nnx.where(model, 'haed/**')
 
 
-@pytest.mark.parametrize('jit', [nnx.jit, lambda fn: fn])
-def test_gradients_and_an_optimizer_for_what_is_trained(jit):
+def test_gradients_and_an_optimizer_for_what_is_trained():
     """Frozen by hand in gradients and optimizer, by ``sg.live``, by ``sg.freeze``."""
 
     def trained(loss, tx, wrt):
         model = Net()
         optimizer = nnx.Optimizer(model, tx, wrt=wrt)
         grad = nnx.grad(loss, argnums=nnx.DiffState(0, wrt))
-        step = jit(lambda model, optimizer: optimizer.update(model, grad(model)))
+        step = nnx.jit(lambda model, optimizer: optimizer.update(model, grad(model)))
         for _ in range(3):
             step(model, optimizer)
         return pure(model), len(jax.tree.leaves(nnx.state(optimizer)['opt_state']))

@@ -186,18 +186,6 @@ def test_tied_weights_by_any_of_their_paths(where):
     assert paths == ['above/tied/bias', 'above/tied/kernel']
 
 
-def test_a_module_that_holds_the_one_around_it():
-    model = nnx.Dict(layer=Layer(nnx.Rngs(0)))
-    model.layer.above = model
-    view = nnx.stop_gradient(model, 'layer/kernel')
-    assert view.layer.above is view and model.layer.above is model
-
-    def loss(model):
-        return nnx.stop_gradient(model, 'layer/kernel').layer.above.layer(X).sum()
-
-    assert zeros(loss, model) == ['layer/kernel']
-
-
 @pytest.mark.parametrize('pytree', [True, False])
 def test_lists_and_dicts_in_a_module_and_around_models(pytree):
     class Model(nnx.Module, pytree=pytree):

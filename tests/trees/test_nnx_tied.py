@@ -6,7 +6,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 
@@ -166,15 +165,6 @@ def test_views_of_a_model_beside_its_own_variable_tie_them():
     assert sg_nnx.where(tree, '1').selected == {('params', ('0', 'layer', 'kernel'))}
 
 
-def test_a_frozen_target_that_is_the_online_state():
-    state = nnx.state(Tied())
-    tree = {'online': state, 'target': state}
-    tx = sg.freeze(optax.sgd(1.0), 'target/**')
-    updates, _ = tx.update(jax.tree.map(jnp.ones_like, tree), tx.init(tree), tree)
-    assert all((x == -1).all() for x in jax.tree.leaves(updates['online']))
-    assert not any(x.any() for x in jax.tree.leaves(updates['target']))
-
-
 def test_marked_leaves_and_declared_classes_in_a_module():
     """``nnx.split`` would take both apart."""
 
@@ -273,18 +263,6 @@ def test_reports_of_children_that_know_their_parent():
     sg.paths({'a': 1.0})  # Later programs are as before.
 
 
-def test_a_module_that_holds_itself_and_nothing_else():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.w, self.itself = jnp.ones(2), self
-
-    model = Model()
-    tree, tie = each_once(model)
-    again = tie(jax.tree.map(lambda leaf: leaf + 1, tree))
-    assert again.itself is again and again.w.tolist() == [2.0, 2.0]
-    assert [one.path for one in sg.paths(model)] == ['w']
-
-
 # Modules that share modules, level by level
 
 
@@ -304,9 +282,9 @@ def levels(depth):
     return model
 
 
-@pytest.mark.parametrize('depth', [3, 10])
-def test_reports_of_modules_that_share_modules_in_levels(depth):
+def test_reports_of_modules_that_share_modules_in_levels():
     """Weights have two to the power of the depth paths."""
+    depth = 5
     model, first = levels(depth), '/'.join(['one'] * depth)
     loss = lambda m: m(X).sum()  # noqa: E731
     takes = {
