@@ -281,6 +281,13 @@ def test_paths_are_those_of_the_bare_module_seen_from_itself() -> None:
 # Reads of every kind are under the rule.
 
 
+class Halves(NamedTuple):
+    """Two modules."""
+
+    one: Any
+    other: Any
+
+
 class Offers(linen.Module):
     """Gives its parameters away in every way that a module has."""
 
@@ -291,6 +298,7 @@ class Offers(linen.Module):
         self.box = self.variable('params', 'v', lambda: jnp.ones((1, 4)))
         self.layers = [linen.Dense(4), linen.Dense(4)]
         self.named = {'a': linen.Dense(4)}
+        self.halves = Halves(linen.Dense(4, name='one'), linen.Dense(4, name='other'))
         self.fn = lambda x: self.layers[0](x) * self.w
         self.partial = functools.partial(self.method, 2.0)
         self.others = self.layers[1].__call__
@@ -299,6 +307,18 @@ class Offers(linen.Module):
 
     def method(self, factor, x=None):
         return factor * self.w * (X if x is None else x)
+
+    def first(self):
+        return self.halves.one
+
+    def both(self):
+        return {'both': [self.halves.one, self.halves.other]}
+
+    def later(self):
+        return lambda x: self.halves.one(x)
+
+    def counts(self):
+        return collections.defaultdict(int, one=1)
 
     def uses(self, x):
         return self.fn(x) + self.box.value + self.partial() + self.others(x)
@@ -330,6 +350,9 @@ READS: dict[str, Callable[[Any], Any]] = {
     'variables': lambda m: m.variables['params']['layers_0'],
     'a list of modules': lambda m: m.layers[1](X),
     'a dict of modules': lambda m: m.named['a'](X),
+    'a named tuple of modules': lambda m: m.halves.other(X),
+    'a module that a method returns': lambda m: m.first()(X),
+    'modules in what it returns': lambda m: m.both()['both'][1](X),
     'a part of a part': lambda m: m.layers[0].variables['params']['bias'],
     'getattr': lambda m: getattr(m, 'w', None),
 }
@@ -349,7 +372,8 @@ class Reads(linen.Module):
 
 
 @pytest.mark.parametrize(
-    ('other', 'where'), [(False, ['layers_*/**', 'named_a/kernel', 'v']), (True, True)]
+    ('other', 'where'),
+    [(False, ['layers_*/**', 'named_a/kernel', 'o*/**', 'v']), (True, True)],
 )
 def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
     """Of the module, and of other values in the place of its own."""
@@ -387,8 +411,12 @@ def test_what_reads_later_raises(name: str, wrap: Any) -> None:
     variables = oracle.init(Offers(), KEY, X)
     with pytest.raises(errors.BlockError, match=f'[.]{name} is or holds a '):
         getattr(wrap(Offers()).bind(variables), name)
+    bound = wrap(Offers()).bind(variables)
+    with pytest.raises(errors.BlockError, match='later'):
+        bound.later()
     # A function of no module passes.
-    assert wrap(Offers()).bind(variables).act is jnp.tanh
+    assert bound.act is jnp.tanh
+    assert bound.counts() == {'one': 1}
 
 
 def test_what_is_not_there() -> None:
@@ -691,70 +719,3 @@ def test_held_state_comes_back_after_an_exception() -> None:
     variables = oracle.init(Catches(), KEY)
     _, written = Catches().apply(variables, mutable=['counts'])
     assert_same(written, variables)
-
-
-class Halves(NamedTuple):
-    """Two modules."""
-
-    one: Any
-    other: Any
-
-
-class HandsOut(linen.Module):
-    """Gives away its modules."""
-
-    def setup(self) -> None:
-        self.halves = Halves(linen.Dense(2, name='one'), linen.Dense(2, name='other'))
-
-    def first(self) -> Any:
-        return self.halves.one
-
-    def both(self) -> Any:
-        return {'both': [self.halves.one, self.halves.other]}
-
-    def later(self) -> Any:
-        return lambda x: self.halves.one(x)
-
-    def counts(self) -> Any:
-        return collections.defaultdict(int, one=1)
-
-    def __call__(self, x: Any) -> Any:
-        return self.halves.other(self.halves.one(x))
-
-
-@pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror])
-@pytest.mark.parametrize(
-    'read',
-    [
-        lambda module: module.halves.one,
-        lambda module: module.first(),
-        lambda module: module.both()['both'][0],
-    ],
-)
-def test_modules_that_are_handed_out_are_seen_in_the_block(
-    wrap: Any, read: Any
-) -> None:
-    x = jnp.ones((1, 2))
-    variables = oracle.init(HandsOut(), jax.random.key(0), x)
-
-    class Reads(linen.Module):
-        def setup(self) -> None:
-            self.inner = HandsOut()
-
-        def __call__(self, x: Any) -> Any:
-            wrapper = wrap(self.inner)
-            assert wrapper.counts() == {'one': 1}
-            with pytest.raises(errors.BlockError, match='later'):
-                wrapper.later()
-            return jnp.sum(read(wrapper)(x) * self.inner(x))
-
-    def by_hand(params: Any) -> Any:
-        stopped = jax.lax.stop_gradient({'params': params['one']})
-        out = HandsOut().apply({'params': params}, x)
-        return jnp.sum(linen.Dense(2).apply(stopped, x) * out)
-
-    def loss(params: Any) -> Any:
-        return Reads().apply({'params': {'inner': params}}, x)
-
-    params = variables['params']
-    oracle.assert_same(jax.grad(loss)(params), jax.grad(by_hand)(params))
