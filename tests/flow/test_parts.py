@@ -224,33 +224,6 @@ def test_a_part_that_depends_on_data_is_not_guessed():
                 holds(report, TABLE)
 
 
-def test_what_is_overwritten_without_a_stop_is_trained():
-    """``sg.freeze`` takes its complement: no part of it is in doubt."""
-
-    def written(params, count):
-        return with_table(params, lambda table: table.at[:count].set(0.0))
-
-    def chosen(params, count):
-        rows = jnp.arange(6)[:, None] < count
-        return with_table(params, lambda table: jnp.where(rows, table, 2.0 * table))
-
-    for fn in (lambda p, _: written(p, 2), chosen):
-        report = sg.gradient_flow(fn, PARAMS, 2)
-        assert report.status_of('output', TABLE) == 'flows'
-
-
-def test_elements_that_are_not_read_belong_to_a_parameter_that_nobody_stops():
-    """With other inputs they may be read: positions up to the length of a sentence."""
-
-    def loss(params):
-        return jnp.sum(params['position'][:4] * jnp.sin(params['scale'])[None])
-
-    params = {'position': jnp.ones((6, 3)), 'scale': jnp.ones(3)}
-    assert sg.gradient_flow(loss, params).status == (('flows', 'flows'),)
-    live = sg.live(loss, params)
-    assert sg.mask(params, trained=live) == {'position': True, 'scale': True}
-
-
 def test_rows_that_a_short_batch_does_not_read_are_not_frozen():
     """Live in one use, stopped in another: a longer batch gives them a gradient."""
 
@@ -405,6 +378,9 @@ NOT_CHOSEN = {
     'the row of another': lambda table, n: table.at[0].set(1.0 + table[n] * 0.0),
     'rows that data leaves out': lambda table, n: jnp.where(
         jnp.arange(6)[:, None] < n, table, 0.0
+    ),
+    'rows doubled by data': lambda table, n: jnp.where(
+        jnp.arange(6)[:, None] < n, table, 2.0 * table
     ),
     'rows rounded by data': lambda table, n: jnp.where(
         jnp.arange(6)[:, None] < n, table, lax.reduce_precision(table, 8, 7)

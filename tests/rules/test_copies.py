@@ -18,6 +18,7 @@ import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.turns import in_turn
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -108,8 +109,8 @@ def of_both(fn: Any) -> Any:
 
 
 RUNS: dict[str, Callable[[Any], Callable[[Any, Any], Any]]] = {
-    'eager': gradient,
     'eager, both': of_both,
+    'eager': gradient,
     'jit': lambda fn: jax.jit(gradient(fn)),
     'jit, both': lambda fn: jax.jit(of_both(fn)),
     'jit, closed over': lambda fn: (
@@ -126,14 +127,12 @@ def by_hand(a: Any, b: Any) -> Any:
     return {**of_a, 'bias': of_b['bias']}
 
 
-@pytest.mark.parametrize('run', RUNS)
-@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize(('way', 'run'), in_turn(WAYS, RUNS, times=3))
 def test_the_copy_is_of_what_the_uses_of_the_source_get(way, run):
     assert_close(RUNS[run](WAYS[way])(A, B), by_hand(A, B))
 
 
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('around', [lambda f: f, jax.jit])
+@pytest.mark.parametrize(('way', 'around'), in_turn(WAYS, [lambda f: f, jax.jit]))
 def test_second_derivatives_are_those_of_what_was_copied(way, around):
     found = around(jax.jacfwd(jax.grad(WAYS[way])))(A, B)
     expected = jax.jacfwd(by_hand)(A, B)
@@ -190,8 +189,7 @@ class InABody(fnn.Module):
             return jnp.sum(read[0] * read[1])
 
 
-@pytest.mark.parametrize('run', RUNS)
-@pytest.mark.parametrize('way', stopped(copied))
+@pytest.mark.parametrize(('run', 'way'), in_turn(RUNS, stopped(copied)))
 def test_a_norm_is_that_of_what_is_differentiated(way, run):
     """The other rule that takes parameters together."""
     clip = stopped(lambda: nn.clip_gradient(True, global_norm=0.5))[way]

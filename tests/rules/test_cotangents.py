@@ -20,6 +20,7 @@ from flax_sg import errors, testing
 from flax_sg import linen as nn
 from flax_sg.forms import cotangent_blocks
 from tests.helpers import backward, extents, oracle, stepwise
+from tests.helpers.turns import in_turn
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -585,8 +586,7 @@ OF_A_NUMBER: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize('name', OF_A_NUMBER)
-@pytest.mark.parametrize('around', AROUND_ALL)
+@pytest.mark.parametrize(('name', 'around'), in_turn(OF_A_NUMBER, AROUND_ALL))
 def test_a_number_of_each_example_where_all_are_differentiated_at_once(name, around):
     rule, hand = OF_A_NUMBER[name]
     numbers = jnp.array([[0.25, 0.5, 0.125], [2.0, 1.0, 0.75]])
@@ -609,8 +609,7 @@ def test_a_number_of_each_example_where_all_are_differentiated_at_once(name, aro
 
     w = jnp.array([0.75])
     # The rules and what is around take turns with the derivative of the gradient.
-    row = [*OF_A_NUMBER].index(name) + AROUND_ALL.index(around)
-    again = (jax.jacrev, jax.jacfwd)[row % 2]
+    again = (jax.jacrev, jax.jacfwd)[[*OF_A_NUMBER].index(name) % 2]
     for ours, expected in (
         (jax.jit(batches(rule)), by_hand),
         (again(batches(rule)), again(by_hand)),
