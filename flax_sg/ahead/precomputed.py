@@ -28,7 +28,7 @@ from flax_sg.ahead.report import Root, kept_of, obstacles, report
 from flax_sg.ahead.rows import Mask
 from flax_sg.ahead.split import split
 from flax_sg.ahead.steps import Split, Step
-from flax_sg.ahead.writes import Watch, Write, put
+from flax_sg.ahead.writes import Watch, Write, changed_by, put
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
@@ -288,16 +288,19 @@ def precompute(
         named = {name: given[name] for name in kwargs}
         out = run(*(given[n] for n in range(len(args))), **named)
         pairs, treedef = jax.tree_util.tree_flatten_with_path(out)
-        found = {name: [*watch.writes()] for name, watch in watches.items()}
-        written = [pair for name in (*own, *changing) for pair in found.pop(name)]
-        lost = [arguments[name].title for name, writes in found.items() if writes]
-        new = [x for _, arrays in written for x in arrays]
-        paths = *(path_of(keys) for keys, _ in pairs), *('' for _ in new)
-        form[:] = treedef, paths, [write for write, _ in written], lost
-        return [*(leaf for _, leaf in pairs), *new]
+        found = [pair for watch in watches.values() for pair in watch.writes()]
+        paths = [path_of(keys) for keys, _ in pairs]
+        form[:] = treedef, paths, [write for write, _ in found]
+        return [leaf for _, leaf in pairs] + [x for _, new in found for x in new]
 
     program = jax.make_jaxpr(of_arrays)(inputs)
-    treedef, paths, writes, lost = form
+    treedef, paths, found = form
+    changed = changed_by(program, found, len(paths))
+    lost = [x.name for x, _ in changed if x.name not in (*own, *changing)]
+    changed = [row for row in changed if row[0].name not in lost]
+    writes = [write for write, _ in changed]
+    asked = [*range(len(paths)), *(n for _, numbers in changed for n in numbers)]
+    paths += [''] * (len(asked) - len(paths))
     written = {slot for write in writes for slot in write.slots}
     changes: list[bool | Mask] = [False] * len(inputs)
     is_data = [False] * len(inputs)
@@ -314,7 +317,8 @@ def precompute(
     data = [a for name, a in arguments.items() if name not in (*own, *changing)]
     of_data = arrays_in(data, program.in_avals)
     batch = Batch(of_data) if examples else None
-    parts = split(program, changes, is_data, mixes=batch and batch.mixes)
+    mixes = batch and batch.mixes
+    parts = split(program, changes, is_data, mixes=mixes, asked=asked)
     roots = _roots(arguments, own, written, batch)
     if batch is not None:
         _check_apart(parts, batch, roots)
@@ -324,8 +328,8 @@ def precompute(
     )
     if lost:
         warnings.warn(
-            f'{describe(fun)} writes to {lost[0]}, a model of NNX, and early and late '
-            'do not.\n'
+            f'{describe(fun)} writes to {arguments[lost[0]].title}, a model of NNX, '
+            'and early and late do not.\n'
             'Name the argument in argnums=, so that late writes to it, or call its '
             'eval().',
             stacklevel=2,

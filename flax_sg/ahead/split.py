@@ -28,6 +28,7 @@ def split(
     is_data: Sequence[bool],
     is_late: Sequence[bool] | None = None,
     mixes: Mixes | None = None,
+    asked: Sequence[int] | None = None,
 ) -> Split:
     """Splits a closed jaxpr.
 
@@ -39,6 +40,7 @@ def split(
         is_late: for each output whether the late part makes it, rather than the early
             part. By default it makes all.
         mixes: tells steps that mix examples. They run at each step.
+        asked: which outputs are asked for. By default all are.
     """
     walk = Walk(_RULES, mixes)
     inputs = [walk.new(var.aval) for var in program.jaxpr.invars]
@@ -51,8 +53,9 @@ def split(
     walk.data = is_of_data - walk.changing
     walk.data.update(rows[n].twin for n in is_of_data & rows.keys())
     outputs = walk.walk(program, inputs, Site())
+    outputs = outputs if asked is None else [outputs[n] for n in asked]
     steps, avals, changing, data = walk.steps, walk.avals, walk.changing, walk.data
-    asked = is_late or [True] * len(outputs)
+    is_late = is_late or [True] * len(outputs)
     makers: dict[int, list[int]] = {}
     maker: dict[int, Step] = {}
     at_each_step: list[Step] = []
@@ -73,7 +76,7 @@ def split(
         elif not data.isdisjoint(read) and is_cheap(step.eqn):
             of_data = [x for x in dict.fromkeys(read) if x in data]
             makers.update(dict.fromkeys(step.outs, of_data))
-    late_outputs = [x for x, late in zip(outputs, asked, strict=True) if late]
+    late_outputs = [x for x, late in zip(outputs, is_late, strict=True) if late]
     live = _needed(at_each_step, late_outputs)
     ends = numbers_in(late_outputs)
     for step in live:
@@ -85,7 +88,7 @@ def split(
     kept = sorted(cheapest_cut(sizes, makers, [x for x in ends if x in data]))
     wanted = [step for step in at_each_step if jaxprs.has_effect(step.eqn)]
     late = made_by(steps, maker, ends, wanted + live, set(kept))
-    others = [x for x, late in zip(outputs, asked, strict=True) if not late]
+    others = [x for x, late in zip(outputs, is_late, strict=True) if not late]
     early = made_by(steps, maker, kept + numbers_in(others), [], set())
     return Split(
         *(early, late, kept, outputs, avals, walk.constants, steps, changing, data),

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Literal
 
 from flax_sg.ahead.arguments import Argument, Name
+from flax_sg.internals import jaxprs
 from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import leaves_of
 
@@ -31,6 +33,52 @@ class Write(NamedTuple):
     numbers: list[int]
     slots: list[int]
     treedef: Any
+
+
+def changed_by(
+    program: Any, writes: Sequence[Write], first: int
+) -> list[tuple[Write, range]]:
+    """The writes that change something, and which outputs of the program they are.
+
+    ``nnx.jit`` and ``nnx.remat`` write all Variables that they read, most of them as
+    they were.
+
+    Args:
+        program: a jaxpr that returns what is written.
+        writes: the writes.
+        first: the first output that is one.
+    """
+    inputs = handed_through(program) if writes else []
+    changed = list[tuple[Write, range]]()
+    for write in writes:
+        numbers = range(first, first + write.treedef.num_leaves)
+        first = numbers.stop
+        if [inputs[n] for n in numbers] != write.slots:
+            changed.append((write, numbers))
+    return changed
+
+
+def handed_through(jaxpr: Any) -> list[int | None]:
+    """For each output of a jaxpr the input that it is, as it came; None for others."""
+    jaxpr = jaxprs.opened(jaxpr)
+    inputs: dict[Any, int | None] = {var: n for n, var in enumerate(jaxpr.invars)}
+
+    def input_of(atom: Any) -> int | None:
+        return None if isinstance(atom, Literal) else inputs.get(atom)
+
+    for eqn in jaxpr.eqns:
+        bodies = jaxprs.Bodies.of(eqn)
+        rows = zip(*map(handed_through, bodies.jaxprs), strict=True)
+        for k, (number, *others) in enumerate(rows):
+            if number is None or any(other != number for other in others):
+                continue
+            # A loop carries a value at its place, and stacks what it has scanned.
+            place, carried = bodies.first + number, bodies.carry[k : k + 1]
+            is_same = place in carried if carried else place >= bodies.carry.stop
+            read, var = eqn.invars[place], eqn.outvars[k]
+            if is_same and read.aval.shape == var.aval.shape:  # The map of shards.
+                inputs[var] = input_of(read)
+    return [*map(input_of, jaxpr.outvars)]
 
 
 def put(

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import flax_sg as sg
+from flax_sg.ahead.writes import handed_through
 
 X = jax.random.normal(jax.random.key(5), (6, 4))
 
@@ -64,6 +66,73 @@ def test_steps_go_on_as_those_of_the_function(jit: Any):
                 a, b = map(jax.random.key_data, (a, b))
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert len({*map(float, values)}) == 3
+
+
+def in_a_loop(body: Any, x: Any) -> Any:
+    """The body stands among what is carried, and writes nothing."""
+    return nnx.fori_loop(0, 2, lambda _, c: (c[0], c[0](c[1])), (body, x))[1]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    'call',
+    (nnx.remat(nnx.Linear.__call__), nnx.jit(nnx.Linear.__call__), in_a_loop),
+    ids=('remat', 'jit', 'loop'),
+)
+def test_what_a_transformation_writes_as_it_was(call: Any):
+    """A frozen part under it is computed once, also that of a teacher."""
+
+    def fun(model: Any, teacher: Any, x: Any) -> Any:
+        h = call(model.body, x) - call(teacher.body, x)
+        return jnp.mean(model.head(model.drop(jnp.tanh(h))) ** 2)
+
+    model, other, teacher = (Net(nnx.Rngs(n)) for n in (0, 0, 1))
+    ahead = sg.precompute(fun, model, teacher, X, wrt='head/**')
+    assert [k.shape for k in ahead.kept] == [(6, 4)]
+    kept = ahead.early(model, teacher, X)
+    for _ in range(3):
+        right = fun(other, teacher, X)
+        np.testing.assert_allclose(ahead.late(model, kept), right, rtol=1e-5)
+
+
+# Functions of two arrays that return two, and which of these are inputs.
+HANDED: dict[str, tuple[Any, list[int | None]]] = {
+    'as they are': (lambda a, b: (b, a), [1, 0]),
+    'something else': (lambda a, b: (a + b, 1.0), [None, None]),
+    'through jit': (lambda a, b: jax.jit(lambda a, b: (b, a * 2))(a, b), [1, None]),
+    'through two': (
+        lambda a, b: jax.checkpoint(lambda a, b: jax.jit(lambda a: (a, b))(a))(b, a),
+        [1, 0],
+    ),
+    'by one branch or another': (
+        lambda a, b: lax.cond(a[0] > 0, lambda: (a, a), lambda: (a, b)),
+        [0, None],
+    ),
+    'carried': (
+        lambda a, b: lax.fori_loop(0, 3, lambda _, c: (c[0], c[1] + 1), (a, b)),
+        [0, None],
+    ),
+    'carried by turns': (
+        lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), length=1)[0],
+        [None, None],
+    ),
+    'scanned': (
+        lambda a, b: lax.scan(lambda c, x: (c, (x, x + c)), b[0], a)[1],
+        [0, None],
+    ),
+    'after a while': (
+        lambda a, b: lax.while_loop(lambda c: c[1][0] < 3, lambda c: (c[0], a), (a, b)),
+        [0, None],
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize('name', HANDED)
+def test_which_outputs_are_inputs(name: str):
+    fun, expected = HANDED[name]
+    x = jnp.arange(3.0)
+    assert handed_through(jax.make_jaxpr(fun)(x, x)) == expected
 
 
 def test_dropout_in_the_frozen_part():
