@@ -16,7 +16,11 @@ from flax_sg.internals import modules, tracing
 from flax_sg.rules import rules
 
 MODULES = (modules.Module, modules.Variable, Scope)
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_JITTED: Any = type(jax.jit(id))
+FUNCTIONS = (
+    *(types.FunctionType, types.MethodType, functools.partial),
+    *(_JITTED, jax.custom_jvp, jax.custom_vjp),
+)
 LAZY = (Iterator, AsyncIterator, Awaitable)
 ARRAYS = (tracing.Tracer, jax.Array)
 # Types of values that may be computed from untraced variables.
@@ -27,7 +31,6 @@ CLOSED = (
     *(type, str, bytes, int, type(None)),
 )
 _PLAIN = frozenset({str, bytes, int, bool, type(None)})
-_JITTED: Any = type(jax.jit(id))
 # A search gives up after this many objects. In iterators it looks farther: an iterator
 # is rare, and one over a long list of plain values is no mistake.
 MOST, MOST_OF_ITERATORS = 20_000, 1_000_000

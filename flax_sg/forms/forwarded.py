@@ -67,6 +67,23 @@ def forwards(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def carries(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method of a wrapper that calls a function as a method of its module.
+
+    Not by a name: ``self.heads = [self.one, self.two]`` holds methods under another.
+
+    Args:
+        method: the function of a method that the module holds or returns.
+    """
+
+    @functools.wraps(method)
+    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        name = getattr(method, '__name__', '')
+        return wrapper._run(name, args, kwargs, method)
+
+    return forward
+
+
 def refuses(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes ``apply`` or ``init`` of a wrapper whose module overrides it: it raises.
 

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import operator
 import types
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 from flax.linen import nowrap
 
 from flax_sg import errors, filters
-from flax_sg.engine import contents, opening
+from flax_sg.engine import opening
 from flax_sg.errors.texts import unknown_choice
-from flax_sg.forms import forwarded, held_state, mistakes
+from flax_sg.forms import forwarded, given_away, held_state, mistakes
 from flax_sg.internals import modules
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
@@ -158,20 +155,26 @@ class _Forwards:
     )
     lazy_init: Any = forwarded.OfModule(modules.Module.lazy_init, forwarded.refuses)
 
-    def _run(self: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _run(self: Any, name: str, args: Any, kwargs: Any, method: Any = None) -> Any:
+        """Calls a method of the module in the block: by its name, or its function."""
+
+        def bound(module: Any) -> Any:
+            return types.MethodType(method, module) if method else getattr(module, name)
+
         scope = self.scope
         if scope is None:
-            return getattr(self.module, name)(*args, **kwargs)
+            return bound(self.module)(*args, **kwargs)
         # At initialization other methods may create a part of the variables.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
 
         def use(wrapper: Any) -> Any:
             with wrapper._in_block(judge):
-                return getattr(wrapper.module, name)(*args, **kwargs)
+                return bound(wrapper.module)(*args, **kwargs)
 
         name_of = type(self).__name__
         out = residuals.call(name_of, innermost(self), self, use, (args, kwargs))
-        return self._seen(name, out)  # A module in ``out`` reads when it is used.
+        # A module in ``out`` reads when it is used.
+        return given_away.seen(self, name, out)
 
     def __getattr__(self: Any, name: str) -> Any:
         """What the wrapped module has under this name, as seen in the block."""
@@ -181,49 +184,18 @@ class _Forwards:
                 f'{type(self).__name__!r} object has no attribute {name!r}'
             )
         if self.scope is None:
-            return self._seen(name, getattr(self.module, name))
+            return given_away.seen(self, name, getattr(self.module, name))
         with self._in_block(judge=False):
-            return self._seen(name, getattr(self.module, name))
+            return given_away.seen(self, name, getattr(self.module, name))
 
     @property
     def variables(self: Any) -> Mapping[str, Mapping[str, Any]]:
         """The variables of the wrapped module, as seen in the block."""
         return self.__getattr__('variables')
 
-    def _seen(self: Any, name: str, value: Any) -> Any:
-        """What code outside of the block gets for a value of the module."""
-        if inspect.ismethod(value) and value.__self__ is self.module:
-            return types.MethodType(forwarded.forwards(name, value.__func__), self)
-        if self.scope is None:
-            return value
-        if isinstance(value, modules.Module):
-            return self._part(value)
-        if isinstance(value, (list, tuple, dict, FrozenDict)):
-            return self._seen_within(name, value)
-        # These read variables when they are used, and the block has closed by then.
-        is_function = isinstance(value, contents.FUNCTIONS)
-        if isinstance(value, modules.Variable) or (
-            is_function and contents.may_hold(value, contents.MODULES)
-        ):
-            raise self._read_later(name, 'function' if is_function else 'Variable')
-        if contents.gives_reads_away(value):
-            raise self._read_later(name, 'generator or another lazy iterator')
-        return value
-
     def _read_later(self: Any, name: str, what: str) -> errors.BlockError:
         wrapper, cls = type(self).__name__, type(innermost(self)).__name__
         return mistakes.read_later(wrapper, cls, name, what)
-
-    def _seen_within(self: Any, name: str, value: Any) -> Any:
-        """A list, tuple or dict of such values; itself, if nothing in it is another."""
-        is_dict = isinstance(value, (dict, FrozenDict))
-        items = [*value.values()] if is_dict else [*value]
-        seen = [self._seen(name, item) for item in items]
-        if all(map(operator.is_, seen, items)):
-            return value
-        if hasattr(value, '_fields'):  # A NamedTuple.
-            return type(value)(*seen)
-        return type(value)(zip(value, seen, strict=True) if is_dict else seen)
 
     def _part(self: Any, part: Any) -> Any:
         """A wrapper of a part of the module, with the same paths."""

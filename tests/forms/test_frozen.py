@@ -301,6 +301,9 @@ class Offers(linen.Module):
         self.halves = Halves(linen.Dense(4, name='one'), linen.Dense(4, name='other'))
         self.fn = lambda x: self.layers[0](x) * self.w
         self.partial = functools.partial(self.method, 2.0)
+        self.of_fn = functools.partial(self.fn)
+        self.jitted = jax.jit(self.fn)
+        self.with_rule = jax.custom_jvp(self.fn)
         self.others = self.layers[1].__call__
         self.held = {'box': [self.box]}
         self.act = jnp.tanh
@@ -355,6 +358,8 @@ READS: dict[str, Callable[[Any], Any]] = {
     'modules in what it returns': lambda m: m.both()['both'][1](X),
     'a part of a part': lambda m: m.layers[0].variables['params']['bias'],
     'getattr': lambda m: getattr(m, 'w', None),
+    'a partial': lambda m: m.partial(),
+    'a method of a part': lambda m: m.others(X),
 }
 
 
@@ -405,7 +410,7 @@ def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror, nn.scale_gradient(True, 0.5)])
-@pytest.mark.parametrize('name', ['box', 'fn', 'partial', 'others', 'held'])
+@pytest.mark.parametrize('name', ['box', 'fn', 'of_fn', 'jitted', 'with_rule', 'held'])
 def test_what_reads_later_raises(name: str, wrap: Any) -> None:
     """A function that holds modules, or a Variable: the block has closed by then."""
     variables = oracle.init(Offers(), KEY, X)
