@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from flax_sg import errors
-from flax_sg.filters.expressions import And, Filter
+from flax_sg.filters.conditions import Condition
+from flax_sg.filters.expressions import And, Constant, Filter
 from flax_sg.filters.paths import Owner, Path
+
+CONDITIONS = Constant, Condition
 
 
 def find_unused(
@@ -28,4 +31,8 @@ def find_unused(
     for atom in where.atoms:
         if error := atom.unused(atom in matched, paths, owner):
             return error
-    return where.unused(any_selected, paths, owner) if isinstance(where, And) else None
+    named = [part for part in where.parts if not isinstance(part, CONDITIONS)]
+    # A condition leaves nothing out that the rest names: ``~filter & flag``.
+    if isinstance(where, And) and len(named) > 1:
+        return where.unused(any_selected, paths, owner)
+    return None

@@ -179,6 +179,15 @@ def test_names_are_checked_as_without_the_condition():
         sg.partition(PARAMS, as_filter('two/**') & 'one/**' & True)
 
 
+def test_a_complement_of_all_may_mean_nothing_as_without_the_condition():
+    def stopped(flag):
+        return sg.stop_gradient(PARAMS, ~as_filter('**') & flag)
+
+    for call in stopped, jax.jit(stopped):
+        for flag in True, False:
+            oracle.assert_same(call(flag), PARAMS)
+
+
 # Gradient calls, masks, parts.
 
 
