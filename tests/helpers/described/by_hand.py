@@ -71,13 +71,19 @@ class Values:
     params: Any
     ema: Any = None
 
-    def rewritten(self, owner: Path, where: Where, rule: str = 'stop') -> Values:
-        """In a block of the module at a path."""
+    def rewritten(
+        self, owner: Path, where: Where, rule: str = 'stop', x: Any = None
+    ) -> Values:
+        """In a block of the module at a path, which is opened for ``x``."""
         twins = flatten_dict(self.ema or {})
 
         def changed(path: Path, value: Any) -> Any:
             taken = where.takes(path, owner)
-            return _RULES[rule](value, twins.get(path)) if taken else value
+            other = _RULES[rule](value, twins.get(path)) if taken else value
+            if not (taken and where.when):
+                return other
+            flag = jnp.sum(x) > 0
+            return jax.tree.map(lambda *two: jnp.where(flag, *two), other, value)
 
         return dataclasses.replace(self, params=path_aware_map(changed, self.params))
 
@@ -93,7 +99,7 @@ class ByHand(Interpreter):
 
     def block(self, item: Block, place: Values) -> None:
         with left():
-            inside = place.rewritten(self.path, item.where, item.rule)
+            inside = place.rewritten(self.path, item.where, item.rule, self.x)
             self.run(item.body, inside)
 
 
@@ -177,7 +183,7 @@ class Model(OnValue, ByHand):
 
         def call(values: Values, x: Any) -> Any:
             if item.mirror is not None:
-                values = values.rewritten(path, item.mirror)
+                values = values.rewritten(path, item.mirror, x=x)
             return jnp.tanh(module(values, x))
 
         self.x = _lifted(item.lift, call, place, path, self.x)
@@ -230,7 +236,8 @@ class CallsByHand(Calls):
                 x = x if item.ahead.each else jax.lax.stop_gradient(x)
             values = Values(params, jax.tree.map(jnp.sin, params))
             for one in place:
-                values = values.rewritten((), one.block.where, one.block.rule)
+                block = one.block
+                values = values.rewritten((), block.where, block.rule, one.x)
             y = Model(part)(values, x)
             return (y, params) if item.mutable else y
 

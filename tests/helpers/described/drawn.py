@@ -76,6 +76,13 @@ def wheres(draw: st.DrawFn, common: bool = False) -> Where:
 
 
 @st.composite
+def conditional(draw: st.DrawFn, where: Where, rule: str = 'stop') -> Where:
+    """The same filter, perhaps with a condition."""
+    when = rule != 'read_only' and draw(st.integers(0, 3)) == 0
+    return dataclasses.replace(where, when=when)
+
+
+@st.composite
 def parts(draw: st.DrawFn, depth: int, lifts: Sequence[str]) -> Part:
     """Submodules."""
     if depth and draw(st.booleans()):
@@ -101,7 +108,11 @@ def bodies(
     def use() -> Use:
         index = draw(st.integers(0, len(kids) - 1))
         kid = kids[index]
-        mirror = draw(wheres()) if draw(st.integers(0, 2)) == 0 else None
+        mirror = (
+            draw(wheres().flatmap(conditional))
+            if draw(st.integers(0, 2)) == 0
+            else None
+        )
         lift = ''
         # In a lifted function Flax runs ``setup`` before the class maps over the
         # module.
@@ -138,7 +149,8 @@ def bodies(
             out.append(Residual(draw(bodies(kids, nesting - 1, lifts))))
         else:
             body = draw(bodies(kids, nesting - 1, lifts))
-            rule, where = draw(st.sampled_from(RULES)), draw(wheres())
+            rule = draw(st.sampled_from(RULES))
+            where = draw(conditional(draw(wheres()), rule))
             leaves = (Leave(),) if draw(st.booleans()) else ()
             out.append(Block(where, (*body, *leaves), rule))
     return tuple(out)
@@ -213,6 +225,7 @@ def programs(draw: st.DrawFn, models: Sequence[Part], deepest: int = 3) -> Progr
             elif draw(st.booleans()):  # The same filter, written in another way.
                 style = draw(st.sampled_from(STYLES.get(where.kind, ('predicate',))))
                 where = dataclasses.replace(where, style=style)
+            where = draw(conditional(where, rule))
             # Each glob of several is judged.
             judged = draw(st.integers(0, 3)) == 0
             judged &= where.style != 'glob' or len(where.names) < 2

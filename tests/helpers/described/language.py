@@ -37,12 +37,15 @@ class Where:
         names: the names.
         style: how it is written for flax_sg, one of those in ``real.py``.
         negated: whether all other variables are meant.
+        when: whether they are meant only while the sum of ``x`` is positive, where the
+            block opens or the view is called.
     """
 
     kind: str = 'all'
     names: tuple[str, ...] = ()
     style: str = 'predicate'
     negated: bool = False
+    when: bool = False
 
     @property
     def everywhere(self) -> bool:
@@ -288,7 +291,13 @@ def left() -> Iterator[None]:
 
 
 class Interpreter:
-    """Runs statements. For each kind there is a method of the same name."""
+    """Runs statements. For each kind there is a method of the same name.
+
+    Attributes:
+        x: what conditions of filters are about.
+    """
+
+    x: Any = None
 
     def run(self, body: Program, place: Any = None) -> None:
         """Runs statements one after the other.
@@ -305,13 +314,7 @@ class Interpreter:
 
 
 class OnValue(Interpreter):
-    """Statements in a model, which change a value.
-
-    Attributes:
-        x: the value.
-    """
-
-    x: jax.Array
+    """Statements in a model, which change ``x``."""
 
     def result(self, body: Program, x: jax.Array, place: Any = None) -> jax.Array:
         """Runs statements on a value."""
@@ -378,9 +381,16 @@ DERIVATIVES = 'step', 'forward'
 
 @dataclasses.dataclass(eq=False)
 class Open:
-    """A block that is open; ``called``: whether what it takes was read in it."""
+    """A block that is open.
+
+    Attributes:
+        block: the block.
+        x: what its condition is about.
+        called: whether what it takes was read in it.
+    """
 
     block: Block
+    x: Any
     called: bool = False
 
 
@@ -398,7 +408,7 @@ class Calls(Interpreter):
     def __init__(self, models: tuple[Part, ...], params: Any, x: jax.Array) -> None:
         self.models, self.params, self.x = models, params, x
         self.results: list[Callable[[], Any]] = []
-        self._session: tuple[Any, Any, dict[str, Any]] | None = None
+        self._session: tuple[Any, dict[str, Any]] | None = None
 
     def start(self, program: Program) -> None:
         """Runs a program, in no block."""
@@ -412,13 +422,13 @@ class Calls(Interpreter):
 
     def block(self, item: Block, place: tuple[Open, ...]) -> None:
         with left():
-            self.run(item.body, (*place, Open(item)))
+            self.run(item.body, (*place, Open(item, self.x)))
 
     def call(self, item: Call, place: tuple[Open, ...]) -> None:
         fn = self.function(item, place)
         if self._session is not None:
-            params, x, outputs = self._session
-            outputs[str(len(outputs))] = _vector(fn(params[item.model], x))
+            params, outputs = self._session
+            outputs[str(len(outputs))] = _vector(fn(params[item.model], self.x))
         elif item.how in DERIVATIVES:
             self.results.append(self.derivative(fn, self.params[item.model]))
         else:
@@ -431,13 +441,13 @@ class Calls(Interpreter):
 
     def session(self, item: Session, place: tuple[Open, ...]) -> None:
         def outputs(params: Any, x: Any) -> Any:
-            self._session = params, x, {}
+            self._session, self.x, outside = (params, {}), x, self.x
             try:
                 with left():
                     self.run(item.body, place)
-                return self._session[2], ()
+                return self._session[1], ()
             finally:
-                self._session = None
+                self._session, self.x = None, outside
 
         both = stepwise.trace_outputs_and_grads(outputs, self.params, self.x)
         self.results.append(both)

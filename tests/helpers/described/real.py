@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from flax_sg import filters
 from flax_sg import linen as nn
 from flax_sg.engine.blocks import thread
@@ -30,12 +32,13 @@ _GLOBS = {'name': '**/{}', 'under': '**/{}/**', 'second': '*/{}/*'}
 _REGEXES = {'name': '(.*/)?({})', 'under': '(.*/)?({})/.*'}
 
 
-def filter_of(where: Where) -> Any:
+def filter_of(where: Where, x: Any = None) -> Any:
     """A filter for flax_sg; a fresh value at each call, objects and all."""
     if where.style == 'switch':
         SWITCH.names = where.names
     plain = True if where.kind == 'all' else _STYLES[where.style](where)
-    return ~filters.as_filter(plain) if where.negated else plain
+    filter_ = ~filters.as_filter(plain) if where.negated else plain
+    return filters.as_filter(filter_) & (jnp.sum(x) > 0) if where.when else filter_
 
 
 def _glob(where: Where) -> Any:
@@ -71,13 +74,17 @@ _STYLES: dict[str, Callable[[Where], Any]] = {
 }
 
 
-def rewrite_of(where: Where, rule: str = 'stop', judged: bool = False) -> Any:
-    """The value of flax_sg that serves every extent."""
+def rewrite_of(
+    where: Where, rule: str = 'stop', judged: bool = False, x: Any = None
+) -> Any:
+    """The value of flax_sg that serves every extent, for ``x``."""
     options: dict[str, Any] = {'unused': 'raise' if judged else 'ignore'}
+    selected = filter_of(where, x)
+    if rule == 'only' and where.when:
+        return nn.train_only(~selected, **options)
     if rule == 'only':
         others = dataclasses.replace(where, negated=not where.negated)
         return nn.train_only(filter_of(others), **options)
-    selected = filter_of(where)
     if rule == 'stop':
         return nn.stop_gradient(selected, **options)
     if rule == 'scale':
@@ -102,5 +109,5 @@ class Real(Interpreter):
             assert key == thread.number.value, 'JAX would find a program of others'
 
     def block(self, item: Block, place: Any) -> None:
-        with left(), rewrite_of(item.where, item.rule, item.judged):
+        with left(), rewrite_of(item.where, item.rule, item.judged, self.x):
             self.run(item.body, place)

@@ -249,7 +249,7 @@ class _Running(OnValue, Real):
             if item.mirror is not None:
                 # A view that draws random numbers and writes as the module does.
                 options = {'rngs': 'fresh', 'state': 'update', 'unused': 'ignore'}
-                module = nn.mirror(module, filter_of(item.mirror), **options)
+                module = nn.mirror(module, filter_of(item.mirror, x), **options)
             return jnp.tanh(module(x))  # Or values grow with the number of calls.
 
         kid = self.kids[item.kid]
@@ -304,9 +304,11 @@ class RealCalls(Calls, Real):
         made = made or HOWS[item.how](in_two(self._counted(item), item.ahead))
         self._functions[item] = made
 
-        # Equal blocks share a trace, if no other one is open that equals one of them.
+        # Equal blocks share a trace, if no other one is open that equals one of them. A
+        # condition may be another tracer.
         blocks = [dataclasses.replace(one.block, body=()) for one in place]
         shares = not self._threads and len({*blocks}) == len(blocks)
+        shares &= not any(block.where.when for block in blocks)
         found = item, *(blocks if shares else place)
 
         def fn(params: Any, x: Any) -> Any:
@@ -346,9 +348,9 @@ class RealCalls(Calls, Real):
         self._threads -= 1
 
     def block(self, item: Block, place: tuple[Open, ...]) -> None:
-        opened = Open(item)
+        opened = Open(item, self.x)
         try:
-            with left(), rewrite_of(item.where, item.rule, item.judged):
+            with left(), rewrite_of(item.where, item.rule, item.judged, self.x):
                 self.run(item.body, (*place, opened))
         except (errors.UnusedFilterError, UserWarning):
             # Something may have read a variable all the same.
