@@ -593,6 +593,9 @@ def test_a_finished_model() -> None:
         (nn.stop_gradient(Model(), '**/kernel'), is_kernel),
         (nn.train_only('**/bias')(Model()), is_kernel),
         (nn.Frozen(Model(), 'hed/**', unused='ignore'), lambda path: False),
+        (nn.mirror(nn.mirror(Model(), '**/kernel'), '**/bias'), lambda path: True),
+        (nn.mirror(nn.Frozen(Model(), '**/bias'), '**/kernel'), lambda path: True),
+        (nn.Frozen(nn.mirror(Model(), '**/bias'), '**/kernel'), lambda path: True),
     ):
         assert_same_program(frozen, Model(), selects)
     rewrite = nn.stop_gradient('kernel', unused='ignore')

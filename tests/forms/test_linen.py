@@ -248,58 +248,12 @@ print(bool(grad(variables)['params']['kernel'].any()), 'kernel' in met)
     assert out.splitlines() == ['False', 'True True']
 
 
-@pytest.mark.parametrize('around', [True, False])
-def test_modules_that_were_bound_before_the_import(around):
-    """What ``setup`` has kept is seen in a block, and rewound scopes share a tree."""
-    out = run_python(
-        """
-import jax, jax.numpy as jnp, flax.linen as fnn
+@pytest.mark.parametrize('run', ['compact', 'lifted', 'bound', 'around'])
+def test_the_import_may_come_when_modules_are_bound_or_run(run):
+    """Its checks make modules of their own, and the trees that run are told apart.
 
-class Net(fnn.Module):
-    def setup(self):
-        self.w = self.param('w', fnn.initializers.ones, ())
-        self.square = self.w**2
-        self.dense = fnn.Dense(1, use_bias=False)
-
-    def __call__(self, x):
-        return jnp.sum(self.dense(x)) * self.square
-
-class Both(fnn.Module):
-    def setup(self):
-        self.net = Net()
-
-    @fnn.compact
-    def __call__(self, x):
-        return self.net(x) * jnp.sum(fnn.Dense(1, use_bias=False, name='top')(x))
-
-    def opens(self, x):
-        from flax_sg import linen as nn
-        with nn.stop_gradient('**'):
-            return self(x)
-
-x = jnp.ones((1, 2))
-variables = Both().init(jax.random.key(0), x)
-
-def loss(variables, around):
-    bound = Both().bind(variables)
-    bound(x)  # Set up, and rewound, before the import.
-    from flax_sg import linen as nn
-    if not around:
-        return bound.opens(x)
-    with nn.stop_gradient('**'):
-        return bound(x)
-
-for leaf in jax.tree.leaves(jax.grad(loss)(variables, AROUND)):
-    assert not leaf.any()
-print('stopped')
-""".replace('AROUND', str(around))
-    )
-    assert out.splitlines() == ['stopped']
-
-
-@pytest.mark.parametrize('method', ['compact', 'lifted'])
-def test_the_import_may_stand_in_a_method_that_runs(method):
-    """Its checks make modules of their own, and the trees that run are told apart."""
+    What ``setup`` has kept is seen in a block, and rewound scopes share a tree.
+    """
     out = run_python(
         """
 import jax, jax.numpy as jnp, flax.linen as fnn
@@ -310,36 +264,59 @@ class Net(fnn.Module):
         self.w = self.param('w', fnn.initializers.ones, (3,))
         self.square = self.w**2
 
+    def __call__(self, x):
+        return jnp.sum(self.b(self.a(x) * self.square))
+
     def kept(self, x):
         from flax_sg import linen as nn
         with nn.stop_gradient(['a/**', 'w']):
-            return jnp.sum(self.b(self.a(x) * self.square))
+            return self(x)
+
+class Model(fnn.Module):
+    def setup(self):
+        self.net = Net()
 
     @fnn.compact
-    def compact(self, x):
-        return self.kept(x) * jnp.sum(fnn.Dense(2, name='c')(x))
+    def __call__(self, x, kept=False):
+        y = self.net.kept(x) if kept else self.net(x)
+        return y * jnp.sum(fnn.Dense(2, name='c')(x))
 
     def lifted(self, x):
-        return fnn.remat(fnn.jit(type(self).kept))(self, x)
+        return fnn.remat(fnn.jit(Net.kept))(self.net, x)
 
-    def applied(self, x):
-        own = {'params': {**self.variables['params'], 'w': 2 * self.w}}
-        return Net(parent=None).apply(own, x, method='kept')
+def compact(params):
+    return Model().apply({'params': params}, x, True)
+
+def lifted(params):
+    return Model().apply({'params': params}, x, method='lifted')
+
+def bound(params, around=False):
+    model = Model().bind({'params': params})
+    model(x)  # Set up, and rewound, before the import.
+    from flax_sg import linen as nn
+    if not around:
+        return model(x, True)
+    with nn.stop_gradient(['net/a/**', 'net/w']):
+        return model(x)
+
+def around(params):
+    return bound(params, True)
 
 def dense(n, m):
     return {'kernel': jnp.full((n, m), 0.5), 'bias': jnp.ones(m)}
 
-params = {'a': dense(2, 3), 'b': dense(3, 2), 'c': dense(2, 2), 'w': jnp.arange(3.0)}
-x = jnp.ones((1, 2))
-grad = jax.jit(jax.grad(lambda p: Net().apply({'params': p}, x, method='METHOD')))
+net = {'a': dense(2, 3), 'b': dense(3, 2), 'w': jnp.arange(3.0)}
+params, x = {'net': net, 'c': dense(2, 2)}, jnp.ones((1, 2))
+grad = jax.jit(jax.grad(RUN))
 first = grad(params)
 jax.clear_caches()
 for ours, later in zip(*map(jax.tree.leaves, (first, grad(params))), strict=True):
     assert (ours == later).all()
-print(*(name for name, g in first.items() if any(x.any() for x in jax.tree.leaves(g))))
-""".replace('METHOD', method)
+parts = {**first['net'], 'c': first['c']}
+print(*(name for name, g in parts.items() if any(x.any() for x in jax.tree.leaves(g))))
+""".replace('RUN', run)
     )
-    assert out.split() == ['b', 'c'][: 1 + (method == 'compact')]
+    assert out.split() == ['b', 'c'][: 1 + (run != 'lifted')]
 
 
 def test_the_import_leaves_the_lines_of_programs_as_they_are():

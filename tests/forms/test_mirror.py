@@ -133,27 +133,6 @@ def test_a_mirror_of_a_bound_module() -> None:
     oracle.assert_same_function(actual, expected, params)
 
 
-def test_a_mirror_of_a_mirror_and_of_a_frozen_module() -> None:
-    class Model(linen.Module):
-        wrap: Any
-
-        @linen.compact
-        def __call__(self, x):
-            return self.wrap(linen.Dense(4))(x)
-
-    params = Model(lambda m: m).init(RNGS, X)['params']
-    wraps = (
-        lambda m: nn.mirror(nn.mirror(m, 'kernel'), 'bias'),
-        lambda m: nn.mirror(nn.Frozen(m, 'bias'), 'kernel'),
-        lambda m: nn.Frozen(nn.mirror(m, 'bias'), 'kernel'),
-    )
-    for wrap in wraps:
-        model = Model(wrap)
-        assert_same(model.init(RNGS, X)['params'], params)
-        actual = oracle.grads(lambda p, m=model: m.apply({'params': p}, X), params)
-        assert is_zero(actual)
-
-
 # Random numbers and state.
 
 MUTABLE = ['batch_stats', 'counts']

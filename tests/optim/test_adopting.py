@@ -33,9 +33,12 @@ def loss(p: Any) -> Any:
     return near + jnp.sum((p['b'] + p['a']) ** 2) + jnp.sum(p['c'] ** 2)
 
 
+gradient = jax.jit(jax.grad(loss))
+
+
 def trained(tx: Any, state: Any, steps: int, params: Any = PARAMS) -> tuple[Any, Any]:
     for _ in range(steps):
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        updates, state = tx.update(gradient(params), state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -187,14 +190,14 @@ def test_a_count_begins_anew_with_its_moments(name):
     own, first = make(), {'a': PARAMS['a'], 'b': PARAMS['b']}
     by_first = own.init(first)
     for _ in range(4):
-        grads = jax.grad(loss)(params)
+        grads = gradient(params)
         updates, state = stage.update(grads, state, params)
         _, by_first = own.update({k: grads[k] for k in first}, by_first, first)
         params = optax.apply_updates(params, updates)
         first = {k: params[k] for k in first}
     found: dict[str, Any] = {}
     adopted = sg.adopt(groups, params, state, report=found.update)
-    grads = jax.grad(loss)(params)
+    grads = gradient(params)
     by_first, _ = own.update({k: grads[k] for k in first}, by_first, first)
     begins = own.init({'c': params['c']})
     is_kept = 'schedule', 'without moments'

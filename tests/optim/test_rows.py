@@ -124,9 +124,12 @@ def test_rows_of_one_axis_and_of_two_are_carried_to_each_other():
     assert elements.init(params)[0].mu['w'].shape == (2, 3, 4, 5)
 
 
+gradient = jax.jit(jax.grad(loss))
+
+
 def trained(tx: Any, state: Any, p: Any = PARAMS) -> Any:
     for _ in range(2):
-        updates, state = tx.update(jax.grad(loss)(p, X), state, p)
+        updates, state = tx.update(gradient(p, X), state, p)
         p = optax.apply_updates(p, updates)
     return state
 
