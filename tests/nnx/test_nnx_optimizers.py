@@ -13,6 +13,7 @@ import flax_sg as sg
 from flax_sg import nnx as ours
 from tests.helpers import oracle
 from tests.helpers.nnx_by_hand import loss_of, pure
+from tests.helpers.optimizers import OPTIMIZERS
 from tests.helpers.turns import in_turn
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
@@ -29,11 +30,6 @@ class Model(nnx.Module):
         return self.head(jnp.tanh(self.body(x)))
 
 
-OPTIMIZERS = {
-    'adamw': lambda: optax.adamw(0.1, weight_decay=0.5),
-    'momentum': lambda: optax.sgd(0.1, momentum=0.9),
-    'adafactor': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-}
 ROWS = sg.at('body/kernel', np.s_[:1])
 FROZEN = {'rows': ROWS, 'a layer': 'body/**', 'all but rows': ~ROWS}
 
@@ -48,7 +44,8 @@ def stepped(model: Any, optimizer: Any, jitted: bool, steps: int = 3) -> None:
 
 
 @pytest.mark.parametrize(
-    ('name', 'frozen', 'jitted'), in_turn(OPTIMIZERS, FROZEN, (False, True), times=2)
+    ('name', 'frozen', 'jitted'),
+    in_turn(('adamw', 'momentum', 'adafactor'), FROZEN, (False, True), times=2),
 )
 def test_an_optimizer_updates_several_times(name, frozen, jitted):
     """By hand: plain dicts of arrays in the place of modules."""

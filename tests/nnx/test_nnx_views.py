@@ -121,9 +121,6 @@ def test_filters_of_every_kind():
     for kernels in sg.arrays(lambda a: a.ndim > 1), lambda path: path.array.ndim > 1:
         assert zeros(stopping(kernels), model) == zeros(stopping('**/kernel'), model)
         assert nnx.where(model, kernels) == nnx.where(model, '**/kernel')
-    for typo in ('boddy/**', ['body/**', 'boddy/**'], 'norm/mean'):
-        with pytest.raises(errors.UnusedFilterError, match=r"'body/|kind=nnx.Ba"):
-            nnx.stop_gradient(model, typo)
     assert len(zeros(stopping(['body/**', 'boddy'], unused='ignore'), model)) == 8
 
 
@@ -252,8 +249,6 @@ def test_a_traced_condition():
     for n in range(4):
         expected = (by_copy if n < 2 else nnx.jit(nnx.grad(total)))(Net())
         oracle.assert_same(pure(step(Net(), n)), pure(expected))
-    with pytest.raises(errors.UnusedFilterError, match='bdoy'):
-        nnx.jit(lambda m, n: stopping(sg.where('bdoy/*') & (n < 2))(m))(Net(), 0)
 
 
 def test_copies_pickles_and_tables_of_a_view():

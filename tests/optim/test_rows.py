@@ -11,6 +11,7 @@ import pytest
 import flax_sg as sg
 from flax_sg import errors
 from tests.helpers import oracle
+from tests.helpers.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
 
@@ -22,18 +23,9 @@ PARAMS: Any = {
     },
     'head': jnp.linspace(0.5, 1.0, 5),
 }
-OPTIMIZERS = {
-    'adam': lambda: optax.adam(0.1),
-    'adamw': lambda: optax.adamw(0.1, weight_decay=0.5),
-    'clip': lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9)),
-    'adafactor': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+MORE: dict[str, Any] = {
     'lion': lambda: optax.lion(0.1),
     'sm3': lambda: optax.sm3(0.1),
-    'accumulating': lambda: optax.MultiSteps(optax.adam(0.1), 2),
-    'in groups': lambda: optax.multi_transform(
-        {'slow': optax.adam(0.01), 'fast': optax.adamw(0.1)},
-        lambda p: jax.tree.map(lambda x: 'slow' if x.ndim > 1 else 'fast', p),
-    ),
 }
 # Rows that are frozen, and the axes in which the layers stand.
 CHOICES: dict[str, Any] = {
@@ -63,7 +55,7 @@ def of_layers(fn: Any, p: Any, *others: Any) -> Any:
 @pytest.mark.parametrize(
     ('name', 'choice'),
     [
-        *((name, 'the first four') for name in OPTIMIZERS),
+        *((name, 'the first four') for name in (*OPTIMIZERS, *MORE)),
         *(('adamw', choice) for choice in CHOICES),
         *((name, 'some layers of one stage') for name in ('clip', 'adafactor', 'lion')),
     ],
@@ -72,8 +64,8 @@ def test_training_is_that_of_the_rows_alone(name, choice):
     index, axes = CHOICES[choice]
     live = np.ones(axes, bool)
     live[index] = False
-    tx: Any = sg.freeze(OPTIMIZERS[name](), sg.at('layers/**', index))
-    hand: Any = OPTIMIZERS[name]()
+    make = {**OPTIMIZERS, **MORE}[name]
+    tx, hand = sg.freeze(make(), sg.at('layers/**', index)), make()
 
     def rows(p):
         return of_layers(lambda x: x[live], p)
