@@ -51,11 +51,11 @@ def test(*args):
     if args:
         return pytest(python, args)
     # As CI does: pyproject.toml says how much of flax_sg the tests have to run.
-    coverage = ['-m', 'coverage']
-    run(python, *coverage, 'erase')
+    measured = ROOT / '.measured'
+    shutil.rmtree(measured, ignore_errors=True)
     status = pytest(python, (), '-m', 'not long', '-p', 'tests.measure')
-    run(python, *coverage, 'combine', '--quiet')
-    return status or run(python, *coverage, 'report')
+    found = ['--out', measured / 'all.json', '--merge', *measured.glob('*.json')]
+    return status or run(python, '-m', 'slipcover', *found)
 
 
 def faults(*args):

@@ -1,16 +1,18 @@
-"""Measures coverage in a run of tests: a plugin that ``dev.py test`` names.
+"""Measures which lines of flax_sg the tests run: a plugin that ``dev.py test`` names.
 
-It measures imports, and the first case of each test: measuring slows Python down by
-half, JAX's code included, and the first case of a test nearly always runs the lines of
-the others. The mark ``every_case`` measures all cases, for short tests whose cases run
-different lines. So every machine measures the same cases, in any number of processes.
+SlipCover puts probes into flax_sg, and takes out those that were hit. A tracer, such as
+that of coverage.py, would slow all of Python down by half, JAX's code included.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import json
+import os
+from pathlib import Path
 
-import coverage
 import pytest
+import slipcover
+from slipcover.config import read_config
+
+FOLDER = Path(__file__).parents[1] / '.measured'
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,43 +21,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Measured())
 
 
-def first_cases(items: Iterable[pytest.Item]) -> set[str]:
-    """The names of the first case of each test."""
-    first: dict[str, str] = {}
-    for item in items:
-        first.setdefault(item.nodeid.partition('[')[0], item.nodeid)
-    return set(first.values())
-
-
 class Measured:
-    """Measures the coverage of imports, and of the first case of each test.
-
-    Attributes:
-        cases: the names of the measured cases.
-    """
+    """Measures the lines that one process runs."""
 
     def __init__(self) -> None:
-        self.cases: set[str] = set()
-        self.coverage = coverage.Coverage(data_suffix=True)
-        self.coverage.start()
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Stops measuring after the imports, and chooses the cases."""
-        self.coverage.stop()
-        every = [i for i in session.items if i.get_closest_marker('every_case')]
-        self.cases = first_cases(session.items) | {item.nodeid for item in every}
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        """Measures a case, with its fixtures."""
-        if item.nodeid not in self.cases:
-            return (yield)
-        self.coverage.start()
-        try:
-            return (yield)
-        finally:
-            self.coverage.stop()
+        options = read_config()
+        source = options['source']
+        also = options['exclude-also']
+        self.lines = slipcover.Slipcover(source=source, exclude_also=also)
+        matcher = slipcover.FileMatcher(sources=source)
+        slipcover.ImportManager(self.lines, matcher).__enter__()
 
     def pytest_sessionfinish(self) -> None:
-        """Leaves a file for each process, which `coverage combine` joins."""
-        self.coverage.save()
+        """Leaves a file for each process, which `slipcover --merge` joins."""
+        FOLDER.mkdir(exist_ok=True)
+        (FOLDER / f'{os.getpid()}.json').write_text(
+            json.dumps(self.lines.get_coverage())
+        )

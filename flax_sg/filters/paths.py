@@ -149,7 +149,12 @@ class Path(str):
     def __reduce__(self) -> Any:
         inner = len(self._absolute) - self._depth
         args = (self.collection, self._absolute, self._owner, inner)
-        return Path.of, (*args, self._shape_and_dtype)
+        return _restored, (*args, self._shape_and_dtype)
+
+
+def _restored(*args: Any) -> Path:
+    # Not `Path.of`: cloudpickle would take the code of a class method with it.
+    return Path.of(*args)
 
 
 def all_paths(path: Path) -> Iterator[Path]:

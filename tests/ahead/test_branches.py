@@ -25,7 +25,6 @@ from tests.helpers.splits import (
 X = XS[0]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('which', range(3))
 def test_a_frozen_layer_in_each_branch(which: int):
     """What the branches keep has one place, and the third one keeps nothing."""
@@ -93,7 +92,6 @@ def test_an_index_that_changes():
         assert_same(ours, right)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('is_in_each', (False, True))
 def test_keys(is_in_each: bool):
     """Zeros cannot stand for keys: a branch without one leaves the branches whole."""
@@ -208,7 +206,6 @@ def test_rows_of_a_stack_in_branches():
         assert_rows_split(fun, x, once=4)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('is_mixed', (False, True))
 def test_examples(is_mixed: bool):
     """What is kept has an axis of examples; branches that mix them run at each step."""

@@ -173,7 +173,6 @@ def places(fun: Any) -> list[Any]:
     return followed(program, [Examples()], len(X))
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', APART)
 def test_examples_are_followed(name: str) -> None:
     """The axis that is found is that of the examples: rows move with their examples."""
@@ -194,7 +193,6 @@ def test_examples_are_followed(name: str) -> None:
         np.testing.assert_array_equal(at.back(ours, leaf.shape), leaf)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', MIXED)
 def test_what_mixes_examples(name: str) -> None:
     """It is found, and never taken for a value of single examples."""
@@ -246,7 +244,6 @@ def split(kind: str) -> tuple[Any, Any, Any, Any]:
     return make, loss, (params, stats), data
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('kind', ('', 'head'))
 def test_features_of_single_examples(kind: str) -> None:
     """Kept once for a data set, shuffled and indexed; a batch mean is taken anew."""
@@ -266,7 +263,6 @@ def test_features_of_single_examples(kind: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('is_mixed', (False, True))
 def test_a_loop_of_which_a_part_is_known(is_mixed: bool) -> None:
     """What is stacked over time has the examples in front; a mean is taken anew."""

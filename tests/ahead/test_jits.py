@@ -28,7 +28,6 @@ def loss_of(**options: Any) -> Any:
     return lambda params, x: jnp.sum(jitted(params, x) ** 2)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('out', (ROWS, None))
 def test_shardings_are_constraints(out: Any):
     """The tower leaves the call, and what is kept is sharded as in it."""
@@ -40,7 +39,6 @@ def test_shardings_are_constraints(out: Any):
     assert program.count('sharding_constraint[') == 1 + (out is not None)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('kind', ('donated', 'explicit'))
 def test_other_calls_stay_whole(kind: str):
     """What is donated, and shardings that are part of types, are no constraints."""

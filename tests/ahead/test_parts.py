@@ -14,7 +14,6 @@ from tests.helpers import oracle
 from tests.helpers.splits import PARAMS, TRAINED, XS, assert_split, products
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('reverse', (False, True))
 def test_a_frozen_torso_in_a_loop_over_time(reverse: bool):
     """Its features are stacked, and the loop that is left reads them."""
@@ -84,7 +83,6 @@ def test_a_carry_that_changes_after_a_turn():
     assert products(ahead.late, PARAMS, kept) == 2
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('policy', (None, jax.checkpoint_policies.dots_saveable))
 def test_a_frozen_tower_in_a_checkpoint(policy: Any):
     """It leaves the checkpoint; the rest is recomputed in the backward pass."""

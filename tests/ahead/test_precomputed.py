@@ -119,7 +119,6 @@ class Model(nn.Module):
         return nn.Dense(2, name='head')(nn.mirror(nn.Dense(4, name='second'))(x) + x)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('train', (True, False))
 def test_a_model_of_linen(train: bool):
     """Blocks, ``Frozen``, a mirror, dropout of a key that changes."""

@@ -70,7 +70,6 @@ def layer(h: Any, w: Any) -> Any:
     return jnp.tanh(h @ w), h.sum()
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('reverse', (False, True))
 def test_a_loop_over_a_stack(reverse: bool):
     """The turns below the first trained layer leave the loop."""
@@ -178,7 +177,6 @@ MOVES: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', MOVES)
 def test_which_rows_an_operation_changes(name: str):
     """Rows that are said to be known are the same, whatever stands in the others."""
@@ -225,7 +223,6 @@ class Tower(nn.Module):
         return nn.Dense(2, name='head')(layers(x, None)[0])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('remat', (False, True))
 def test_frozen_layers_of_a_scan(remat: bool):
     """``frozen_layers=`` reads the whole stack, by an index."""

@@ -30,7 +30,6 @@ def assert_mapped(body: Any, specs: Any, out: Any, check_vma: bool, once: int) -
     return assert_split(fun, X, once=once)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('check_vma', (False, True))
 def test_a_frozen_tower_over_devices(check_vma: bool):
     """Each device keeps its own features; an output that is known leaves the map."""
@@ -51,7 +50,6 @@ def test_a_frozen_tower_over_devices(check_vma: bool):
     assert 'shard_map at test_shards.py' in str(ahead)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('check_vma', (False, True))
 def test_other_axes_and_places(check_vma: bool):
     """Two axes of the mesh, a place in it, and a sum over devices in each part."""
@@ -66,7 +64,6 @@ def test_other_axes_and_places(check_vma: bool):
     assert_mapped(body, P('data', 'model'), P(), check_vma, once=1)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('check_vma', (False, True))
 def test_keys_and_branches(check_vma: bool):
     """Keys have an axis of devices; a branch in the map is split, too."""

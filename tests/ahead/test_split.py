@@ -53,7 +53,6 @@ def random_loss(seed: int) -> Any:
     return loss
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('seed', range(25))
 def test_random_programs(seed: int) -> None:
     """Values and gradients are exact; what is kept does not move with what changes."""

@@ -160,7 +160,6 @@ def test_rows_of_a_stack():
     assert_rows_split(fun, X, once=2)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('is_mixed', (False, True))
 def test_examples(is_mixed: bool):
     """Turns for all examples go on; a condition that asks all of them mixes."""

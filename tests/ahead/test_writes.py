@@ -41,7 +41,6 @@ def fun(model: Any, x: Any) -> Any:
     return jnp.mean(model(x) ** 2)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('jit', (lambda f: f, nnx.jit), ids=('eager', 'jit'))
 def test_steps_go_on_as_those_of_the_function(jit: Any):
     """Each draws another mask, and averages move, also those of the frozen part."""
@@ -73,7 +72,6 @@ def in_a_loop(body: Any, x: Any) -> Any:
     return nnx.fori_loop(0, 2, lambda _, c: (c[0], c[0](c[1])), (body, x))[1]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     'call',
     (nnx.remat(nnx.Linear.__call__), nnx.jit(nnx.Linear.__call__), in_a_loop),
@@ -127,7 +125,6 @@ HANDED: dict[str, tuple[Any, list[int | None]]] = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', HANDED)
 def test_which_outputs_are_inputs(name: str):
     fun, expected = HANDED[name]

@@ -88,7 +88,6 @@ FINE = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('wrt', FINE.values(), ids=list(FINE))
 def test_nothing_is_said_where_something_is_trained(wrt):
     sg.grad(loss, wrt=wrt)(PARAMS)  # Where no test expects a warning, it is an error.
@@ -109,7 +108,6 @@ OFF = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('jitted', [False, True])
 @pytest.mark.parametrize('wrt', ['w', True])
 @pytest.mark.parametrize('name', OFF)

@@ -16,8 +16,6 @@ import pytest
 import flax_sg
 from flax_sg.__main__ import main
 
-pytestmark = pytest.mark.every_case
-
 
 def test_a_report_for_bugs_has_versions_devices_and_flags(monkeypatch, capsys):
     monkeypatch.setenv('JAX_ENABLE_X64', '1')

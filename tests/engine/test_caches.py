@@ -656,7 +656,6 @@ def late(reads: Callable[[Any], Any], both: bool = False) -> Callable[[Any], Any
     return fn
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(('jitted', 'of_functions'), [(True, True), (False, False)])
 def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functions):
     forget_contexts()

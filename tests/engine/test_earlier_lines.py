@@ -134,7 +134,6 @@ def variables_of(model: Any) -> Any:
     return {'params': {**dict.fromkeys(names, dense), 'scale': jnp.ones((2, 2))}}
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     'cls',
     [
@@ -162,7 +161,6 @@ def test_the_line_and_the_value_are_named(cls):
     assert f'\nTo stop a value write jax.lax.stop_gradient({value}). Open' in text
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('cls', [OtherBranch, Automatic])
 def test_without_a_line_where_the_source_does_not_tell(cls):
     model = cls()

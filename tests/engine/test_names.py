@@ -447,7 +447,6 @@ STEPS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('seed', [0, pytest.param(1, marks=pytest.mark.long)])
 def test_names_in_any_order_of_models_filters_and_programs(seed):
     """A wrong name is told at the latest when its program is traced."""

@@ -343,7 +343,6 @@ BODIES = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', BODIES)
 def test_rules_together_in_a_body_raise_and_around_it_are_those_by_hand(name):
     class Body(fnn.Module):
@@ -453,7 +452,6 @@ def test_a_rule_with_a_number_of_each_example(name, lift):
     chex.assert_trees_all_close(jax.grad(loss)(params), expected)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('around', [lambda fn: fn, jax.checkpoint, jax.jit])
 def test_a_norm_of_weights_of_which_some_belong_to_an_example(around):
     class Example(fnn.Module):

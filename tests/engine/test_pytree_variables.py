@@ -19,8 +19,6 @@ from tests.helpers import oracle
 from tests.helpers.left_over import forget_contexts
 from tests.helpers.profile import LONG
 
-pytestmark = pytest.mark.every_case
-
 
 class Quantized(flax.struct.PyTreeNode):
     """As a QArray is: numbers that are not differentiated, and their scale."""

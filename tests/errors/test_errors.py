@@ -62,7 +62,6 @@ def error_of(case: str) -> messages.Raised:
     return messages.raised(ROWS[case][0])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('case', ROWS)
 def test_the_text(case, pytestconfig):
     """`pytest tests/errors --rewrite` writes what an error says now: read it."""
@@ -80,7 +79,6 @@ def test_each_text_is_that_of_a_row(pytestconfig):
 FIXES = {case: row[1] for case, row in ROWS.items() if len(row) > 1}
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('case', FIXES)
 def test_the_fix_of_the_message_works(case):
     """A snippet of the message, taken literally, or a program that does as it says."""

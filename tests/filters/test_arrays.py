@@ -45,7 +45,6 @@ def wrapped(params):
     return jnp.sum(frozen.apply({'params': params}, X) ** 2)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('fn', [in_block, wrapped, jax.jit(in_block)])
 def test_a_filter_like_others(fn):
     # In the body of the scan a kernel has one axis less: the filter is of the tree.

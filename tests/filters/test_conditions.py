@@ -73,7 +73,6 @@ def traced_by_hand(how: str) -> Any:
     return run(how, by_hand)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(('how', 'name'), in_turn(traced.TRACED, WAYS, times=2))
 def test_a_traced_condition(how, name):
     oracle.assert_same(run(how, WAYS[name]), traced_by_hand(how))

@@ -36,8 +36,6 @@ from flax_sg.filters.expressions import decide
 from flax_sg.filters.paths import Path
 from flax_sg.filters.unused import find_unused
 
-pytestmark = pytest.mark.every_case
-
 
 def path(text: str, collection: str = 'params', owner: tuple[str, ...] = ()) -> Path:
     """A path at top level, or one outside its owner if it begins with a slash."""
@@ -476,7 +474,6 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
 ]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(('where', 'names', 'line'), MISTAKES)
 def test_a_mistake_that_many_make_is_told(where, names, line):
     paths = [Path.of('params', tuple(name.split('/'))) for name in names]

@@ -87,7 +87,6 @@ MASKS: list[tuple[Any, tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(('index', 'small'), MASKS)
 def test_masks_mean_what_numpy_means_and_are_small(index, small):
     expected = np.zeros((3, 4, 5), bool)
@@ -152,7 +151,6 @@ TABLES = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', TABLES)
 def test_filters_combine(name):
     make, rows = TABLES[name]

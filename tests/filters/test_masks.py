@@ -41,7 +41,6 @@ WAYS = {'block': in_block, 'tree': of_tree, 'around a jitted function': around_j
 HAND = jax.jit(jax.value_and_grad(by_hand))(PARAMS, FULL)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', WAYS)
 def test_a_mask_in_the_block(name):
     oracle.assert_same(jax.value_and_grad(WAYS[name])(PARAMS, MASK), HAND)
@@ -83,7 +82,6 @@ def traced_by_hand(how: str) -> Any:
     return run(how, by_hand)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(('how', 'name'), in_turn(traced.TRACED, WAYS))
 def test_traced_masks(how, name):
     oracle.assert_same(run(how, WAYS[name]), traced_by_hand(how))

@@ -12,8 +12,6 @@ from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, glob_regex
 from tests.helpers import oracle
 
-pytestmark = pytest.mark.every_case
-
 # Path
 
 ATTRIBUTES = ('parts', 'name', 'module', 'absolute', 'outside')

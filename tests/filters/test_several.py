@@ -64,7 +64,6 @@ if hasattr(flax_nnx.Variable, 'get_value'):
     }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('line', CALLS)
 def test_the_line_to_write(line):
     with pytest.raises(errors.ArgumentTypeError) as raised:

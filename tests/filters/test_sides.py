@@ -80,7 +80,6 @@ ALSO_TRAINED = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.filterwarnings('ignore:sg.live. the function trains none')
 @pytest.mark.parametrize('name', [*FROZEN, *ALSO_FROZEN, *TRAINED, *ALSO_TRAINED])
 def test_the_other_side_raises(name):

@@ -22,8 +22,6 @@ from tests.helpers import flows, oracle
 from tests.helpers.described import uses
 from tests.helpers.described.compared import assert_promise_kept
 
-pytestmark = pytest.mark.every_case
-
 A, B = jnp.array([0.5, -1.5, 2.5]), jnp.array([1.25, 0.75, -2.0])
 THREE = jax.ShapeDtypeStruct((3,), jnp.float32)
 flow_of = sg.gradient_flow
@@ -485,7 +483,6 @@ def test_rows_are_named_without_a_look_at_all_the_others():
     assert looked < 10
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('depth', [None, 1, 2])
 def test_a_row_prints_the_filter_of_what_it_means(depth):
     """A module's own parameters, without those of its submodules, end in a star."""

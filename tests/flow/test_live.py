@@ -209,7 +209,6 @@ NOTHING: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', NOTHING)
 def test_a_function_that_trains_nothing_is_told_where_it_is_stopped(name):
     """Else a run that trains nothing says nothing: the filter may be empty."""

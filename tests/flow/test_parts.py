@@ -18,8 +18,6 @@ from flax_sg import testing
 from tests.helpers import oracle
 from tests.helpers.turns import in_turn
 
-pytestmark = pytest.mark.every_case
-
 TABLE = 'embed/embedding'
 IDS = jnp.array([0, 1, 1, 3, 4, 5])
 

@@ -19,8 +19,6 @@ from flax_sg import testing
 from flax_sg.flow import pullback
 from tests.helpers import oracle
 
-pytestmark = pytest.mark.every_case
-
 X = jnp.ones((2, 3))
 
 

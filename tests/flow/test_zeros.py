@@ -66,7 +66,6 @@ ROWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', ROWS)
 def test_zeros_of(name: str) -> None:
     inputs = np.random.default_rng(0).uniform(1.0, 2.0, (20, *SOME.shape))
@@ -78,7 +77,6 @@ def test_zeros_of(name: str) -> None:
         assert expected.any() or not expected.size, 'nothing is tried'
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     'fn',
     [

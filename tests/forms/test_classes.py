@@ -106,7 +106,6 @@ def trained(model: Any, params: Any) -> dict[str, bool]:
     return {name: not oracle.is_zero(leaf) for name, leaf in by_path(grads).items()}
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('kind', [kind for kind in CHILDREN if kind != 'compact'])
 def test_in_every_extent(kind):
     params = jax.tree.map(lambda leaf: leaf + 0.3, Model(kind).init(KEY, X)['params'])

@@ -13,8 +13,6 @@ from flax_sg import linen as nn
 from tests.helpers import oracle
 from tests.helpers.turns import in_turn
 
-pytestmark = pytest.mark.every_case
-
 RNGS = {'params': jax.random.key(1), 'dropout': jax.random.key(2)}
 X = jnp.linspace(-1.0, 1.0, 12).reshape(1, 3, 4)
 STAGES = 3

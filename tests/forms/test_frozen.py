@@ -408,7 +408,6 @@ def test_reads_are_under_the_rule(other: bool, where: Any) -> None:
     assert_same(*(stepwise.evaluate(fn, params, values) for fn in grads))
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror, nn.scale_gradient(True, 0.5)])
 @pytest.mark.parametrize('name', ['box', 'fn', 'of_fn', 'jitted', 'with_rule', 'held'])
 def test_what_reads_later_raises(name: str, wrap: Any) -> None:

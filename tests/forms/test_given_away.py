@@ -189,7 +189,6 @@ OF_METHODS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('use', OF_METHODS.values(), ids=OF_METHODS)
 @pytest.mark.parametrize('wrapper', WRAPPERS)
 def test_methods_are_those_of_the_wrapper(wrapper: str, use: Any) -> None:

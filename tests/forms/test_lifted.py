@@ -404,7 +404,6 @@ class Parent(fnn.Module):
         return use(self.net, x)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', USES)
 def test_static_methods_and_properties_stay_what_they_are(name: str) -> None:
     use = USES[name]

@@ -66,7 +66,6 @@ def test_a_name_of_linen_is_told(name: str):
         _ = sg.Densse
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('module', 'name', 'write'),
     [

@@ -314,7 +314,6 @@ class Reshapes(linen.Module):
         return x + memory.value['last'] if isinstance(memory.value, dict) else x
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('before', [X, {'last': X}], ids=['array', 'dict'])
 def test_state_of_another_structure_is_held(before: Any) -> None:
     variables = {'memory': {'of': before}}
@@ -372,7 +371,6 @@ def held(module: Any) -> Any:
 STATES = ['batch_stats', 'calls']
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('wrap', [held, nn.mirror])
 def test_held_state_need_not_be_mutable(wrap: Any) -> None:
     of_net = oracle.init(Twice(), KEY, X)

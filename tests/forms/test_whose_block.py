@@ -133,7 +133,6 @@ def test_a_method_of_the_child_means_the_child(way: str, cls: Any) -> None:
     oracle.assert_same(found, by_hand['child'])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', ['kernel', 'kept'])
 def test_a_property_of_the_child_means_the_child(name: str) -> None:
     """The parent has other parameters of the same name."""

@@ -28,8 +28,6 @@ from flax_sg import linen as nn
 from flax_sg.internals import lifting, modules, patching, required, tracing, versions
 from tests.helpers import oracle
 
-pytestmark = pytest.mark.every_case
-
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 

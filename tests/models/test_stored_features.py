@@ -75,7 +75,6 @@ def both(case: Case) -> tuple[Any, Any, Any]:
     return ahead, kept, features
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('make', FEATURES, ids=lambda make: make.__name__)
 def test_a_step_is_that_on_stored_features(make: Callable[[stored.Sizes], Case]):
     case = make(stored.SMALL)

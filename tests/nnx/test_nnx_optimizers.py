@@ -16,7 +16,7 @@ from tests.helpers.nnx_by_hand import loss_of, pure
 from tests.helpers.optimizers import OPTIMIZERS
 from tests.helpers.turns import in_turn
 
-pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 X = jnp.linspace(-1.0, 1.0, 8).reshape(4, 2)
 

@@ -56,7 +56,6 @@ RULES: list[tuple[Any, list[float]]] = [
 EXACT = len(RULES) - 2
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('number', range(len(RULES)))
 def test_rules_for_gradients(number):
     """The gradient of ``w`` is the sum over all three reads."""

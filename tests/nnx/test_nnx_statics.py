@@ -150,7 +150,6 @@ HELD = [
 ]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('where', 'make'), [(False, Partial), *itertools.product(['body/*', True], HELD)]
 )
@@ -268,7 +267,6 @@ MAKE = [
 ]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('make', MAKE)
 def test_what_cannot_be_made_anew_raises(make):
     class Model(Base):
@@ -287,7 +285,6 @@ def test_what_cannot_be_made_anew_raises(make):
     oracle.assert_same(total(view), total(model))
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('names', ['ab', 'ba'])
 def test_the_order_of_attributes_makes_no_difference(names):
     """What was looked at on the way to something else is looked at again."""

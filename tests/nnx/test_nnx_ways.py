@@ -283,7 +283,6 @@ def view(model: Any, where: Any = 'body/**') -> Any:
     return nnx.stop_gradient(model, where)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('name', WAYS)
 def test_a_view(name: str, standard_promotion):
     oracle.assert_same(run(name, view), run(name, by_hand.stopped))

@@ -18,7 +18,7 @@ from flax_sg import errors
 from flax_sg.optim import owners
 from tests.helpers import oracle
 
-pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 PARAMS: Any = {
     'a': jnp.array([3.0, 1.0]),

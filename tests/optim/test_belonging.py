@@ -19,10 +19,7 @@ import flax_sg as sg
 from flax_sg import errors
 from tests.helpers import oracle
 
-pytestmark = [
-    pytest.mark.every_case,
-    pytest.mark.usefixtures('standard_promotion'),
-]
+pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 PARAMS: Any = {'w': jnp.ones((6, 9)), 'b': jnp.ones(6), 'c': jnp.ones((2, 3))}
 ADAM = optax.adam(0.1)

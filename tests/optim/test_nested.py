@@ -14,7 +14,7 @@ from flax_sg import errors
 from tests.helpers import oracle
 from tests.helpers.turns import in_turn
 
-pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 PARAMS: Any = {
     'w': jnp.linspace(-1.0, 1.0, 18).reshape(6, 3),

@@ -14,7 +14,7 @@ from tests.helpers import oracle
 from tests.helpers.optimizers import OPTIMIZERS
 from tests.helpers.turns import in_turn
 
-pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 PARAMS: Any = {
     'body': {'w': jnp.linspace(-1.0, 1.0, 6).reshape(3, 2), 'b': jnp.ones(2)},

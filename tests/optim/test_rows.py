@@ -13,7 +13,7 @@ from flax_sg import errors
 from tests.helpers import oracle
 from tests.helpers.optimizers import OPTIMIZERS
 
-pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 # A stack of six layers, and an array beside it.
 PARAMS: Any = {

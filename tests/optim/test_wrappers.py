@@ -19,7 +19,7 @@ from flax_sg import errors
 from tests.helpers import oracle
 from tests.helpers.turns import in_turn
 
-pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures('standard_promotion')]
+pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 PARAMS: Any = {'w': jnp.ones((6, 9)), 'b': jnp.ones(6)}
 ADAM = optax.scale_by_adam()

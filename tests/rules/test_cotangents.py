@@ -174,7 +174,6 @@ TARGET_FIRST = [
 ]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('make', TARGET_FIRST)
 def test_a_class_or_a_module_may_come_first(make, capfd):
     def gradient(model: Any) -> Any:
@@ -398,7 +397,6 @@ def test_a_traced_factor():
 
 
 @pytest.mark.usefixtures('leaks')
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     'rule',
     [
@@ -583,7 +581,6 @@ OF_A_NUMBER: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(('name', 'around'), in_turn(OF_A_NUMBER, AROUND_ALL))
 def test_a_number_of_each_example_where_all_are_differentiated_at_once(name, around):
     rule, hand = OF_A_NUMBER[name]

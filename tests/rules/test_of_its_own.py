@@ -113,7 +113,6 @@ def by_hand(name, ruled):
 RULED = [(name, ruled) for name in FILTERS for ruled in ('stop', 'halved')]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(('extent', 'row'), in_turn(EXTENTS, RULED))
 def test_in_every_extent(extent, row):
     name, ruled = row

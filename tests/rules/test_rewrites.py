@@ -234,7 +234,6 @@ VALUES: dict[str, BlockDecorator] = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('text', VALUES)
 def test_a_rewrite_is_a_value_that_prints_as_what_was_written(text):
     rewrite = VALUES[text]

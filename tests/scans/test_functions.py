@@ -117,7 +117,6 @@ def temporary(model: Any, width: int) -> int:
     return programs.temporary_bytes(jax.value_and_grad(loss_of(model), (0, 2)), *args)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('form', FORMS)
 @pytest.mark.parametrize('width', (32, 128))
 def test_what_a_function_makes_is_not_saved(form: str, width: int) -> None:

@@ -149,7 +149,6 @@ def results(net: Net, variables: Any, stop: Callable[[Any], Any] = lambda p: p) 
 
 
 # Of the others see test_layers.
-@pytest.mark.every_case
 @pytest.mark.parametrize('case', ['other axes', 'remat policy', 'nested', 'carried'])
 def test_gradients_are_those_of_a_mask(case):
     variables = variables_of(case)
@@ -389,7 +388,6 @@ def loss_of(model: Any, stop: Callable[[Any], Any] = lambda p: p) -> Any:
     return loss
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     'frozen',
     [

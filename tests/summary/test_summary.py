@@ -430,7 +430,6 @@ class OfKinds(nnx.Module):
         self.lora = nnx.LoRAParam(jnp.ones(3))
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize('where', [True, '**', ['norm/*', '*', 'drop/**']])
 def test_paths_of_an_nnx_model_have_kinds_and_select_what_a_view_takes(where):
     model = OfKinds(nnx.Rngs(0))

@@ -19,8 +19,6 @@ from flax_sg import testing
 from flax_sg.testing.steps import WORDS
 from tests.helpers import oracle
 
-pytestmark = pytest.mark.every_case
-
 X = jnp.array([[0.5, -1.0, 2.0], [1.0, 0.25, -0.5]])
 PARAMS: dict[str, Any] = {
     'tower': {'kernel': jnp.array([[0.5, 1.0], [-1.0, 2.0], [1.5, -0.5]])},

@@ -13,8 +13,6 @@ from flax_sg import errors, testing
 from flax_sg.internals import jaxprs
 from tests.helpers.reports import LINE, LOSSES, WAY, report
 
-pytestmark = pytest.mark.every_case
-
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 # Programs.

@@ -17,8 +17,6 @@ from flax_sg.trees.leaves import leaves_of
 from flax_sg.trees.matching import gradient_of_each
 from tests.helpers import oracle
 
-pytestmark = pytest.mark.every_case
-
 PARAMS: Any = {
     'm': {'w': jnp.ones(2), 'b': jnp.zeros(1)},
     'n': None,

@@ -18,8 +18,6 @@ from flax_sg.filters import paths
 from flax_sg.trees import leaves
 from tests.helpers import oracle
 
-pytestmark = pytest.mark.every_case
-
 
 class Pair(NamedTuple):
     left: Any
