@@ -25,6 +25,8 @@ def in_parts(
 ) -> Sequence[Value] | None:
     """A loop becomes what is the same in all turns, the known loop, and the rest."""
     bodies, body = Bodies.of(eqn), eqn.params['body_jaxpr']
+    if eqn.params['cond_jaxpr'].out_avals[0].shape:
+        return None  # Mapped: each row of the map has a number of turns of its own.
     asks, consts = read[: bodies.first], read[bodies.first : bodies.carry.start]
     start = [read[n] for n in bodies.carry]
     rows, fixed = [*map(walk.change, consts)], [is_in(x, walk.changing) for x in asks]

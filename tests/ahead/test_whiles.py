@@ -62,6 +62,25 @@ def test_a_part_that_nothing_else_reads():
         assert_split(fun, X, jnp.int32(count), once=2)
 
 
+def test_a_mapped_loop_stays_whole():
+    """Each row of the map has a number of turns of its own."""
+
+    def fun(params: Any, x: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            a, b = carry
+            b = jnp.tanh(lax.stop_gradient(b @ params['cell'] + a))
+            return jnp.sort(a) * 1.5 + 0.1, b
+
+        def row(a: Any) -> Any:
+            start = a, jnp.zeros(4)
+            return lax.while_loop(lambda carry: until(carry[0], 40.0), turn, start)[1]
+
+        b = jax.vmap(row)(lax.stop_gradient(x @ params['torso']))
+        return jnp.sum(b @ params['head'])
+
+    assert_split(fun, X, once=1)
+
+
 def test_what_is_the_same_in_all_turns():
     """It leaves the loop, whatever that carries."""
 

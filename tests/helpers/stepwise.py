@@ -146,8 +146,12 @@ def _while(eqn: Any, args: list[Any]) -> list[Any]:
     first = params['cond_nconsts']
     second = first + params['body_nconsts']
     tests, consts, carry = args[:first], args[first:second], args[second:]
-    while _run_closed(params['cond_jaxpr'], [*tests, *carry])[0]:
-        carry = _run_closed(params['body_jaxpr'], [*consts, *carry])
+    while np.any(goes_on := _run_closed(params['cond_jaxpr'], [*tests, *carry])[0]):
+        new = _run_closed(params['body_jaxpr'], [*consts, *carry])
+        if goes_on.ndim:  # A mapped loop: its rows end by themselves.
+            flags = [goes_on.reshape(-1, *[1] * (x.ndim - 1)) for x in new]
+            new = [*map(jnp.where, flags, new, carry)]
+        carry = new
     return carry
 
 
