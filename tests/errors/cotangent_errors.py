@@ -79,7 +79,6 @@ CASES: dict[str, Any] = {
     'clip below zero': lambda: nn.clip_gradient('enc/**', norm=-1.0),
     'a factor for each': lambda: nn.scale_gradient('enc/**', jnp.ones(2)),
     'a factor that is a text': lambda: nn.scale_gradient('enc/**', '0.5'),
-    'a reversed text': lambda: nn.reverse_gradient('enc/**', '0.5'),
     'a bound that is a list': lambda: nn.clip_gradient('enc/**', norm=[1.0]),
     'a cotangent that is a text': lambda: nn.replace_cotangent('enc/**', 'zeros'),
     'no function of the cotangent': lambda: nn.map_cotangent('enc/**', None),

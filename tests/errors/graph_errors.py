@@ -152,9 +152,6 @@ CASES: dict[str, Any] = {
     'what is trained, to a freeze': lambda: sg.freeze(
         optax.sgd(1.0), nnx.where(model, 'kernel')
     ),
-    'what is trained, to a view that stops': lambda: nnx.stop_gradient(
-        model, nnx.where(model, 'kernel')
-    ),
     'a copy of a module': (lambda: sg.stop_gradient(model, 'kernel'), stopped_state),
     'a block of linen around a model of NNX': (
         lambda: in_a_block_of_linen('ker*el'),

@@ -89,9 +89,6 @@ CASES: dict[str, Any] = {
     'the state of what is frozen in a plain optimizer': lambda: adam.update(
         VECTORS, frozen.init(VECTORS), VECTORS
     ),
-    'the state of what is frozen in a chain': lambda: optax.sgd(0.1, 0.9).update(
-        VECTORS, sg.freeze(optax.sgd(0.1, 0.9), 'a').init(VECTORS), VECTORS
-    ),
     'the state of another selection': lambda: state_of('body/w'),
     'a state of all parameters, as a traced condition needs it': lambda: frozen.update(
         VECTORS, adam.init(VECTORS), VECTORS
@@ -105,12 +102,6 @@ CASES: dict[str, Any] = {
     ),
     'a hole in place of a state': lambda: sg.adopt(adam, PARAMS, None),
     'an argument that there is not': lambda: sg.grad(product, argnums=1)(PARAMS),
-    'an argument of a report that there is not': lambda: sg.gradient_flow(
-        product, PARAMS, argnums=1
-    ),
-    'a filter in the place of argnums of a report': lambda: sg.gradient_flow(
-        product, PARAMS, argnums=where
-    ),
     'no argument': lambda: sg.live(product, PARAMS, argnums=None),
     'outputs without others': lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
     'a keyword of other libraries': lambda: sg.grad(product, of=nn.Dense(1)),
@@ -121,16 +112,12 @@ CASES: dict[str, Any] = {
         lambda: gradients(sg.grad(product, wrt='head/w')(PARAMS)),
         'sg.grad(loss, wrt=~sg.where(where))',
     ),
-    'a mask of neither side': lambda: sg.mask(PARAMS),
     'a mask without a side': lambda: sg.mask(PARAMS, 'head/**'),
     'a filter in place of a block': (
         lambda: sg.stop_gradient(HEADS),
         lambda: nn.stop_gradient(HEADS),
     ),
     'a module in place of a tree': lambda: sg.stop_gradient(fnn.Dense(2), True),
-    'a module in place of a tree to take apart': lambda: sg.partition(
-        fnn.Dense(2), True
-    ),
     'parameters in place of a function': lambda: sg.grad(PARAMS),
     'no rewrite': lambda: sg.rewrite(PARAMS, HEADS),
     'values that are none': lambda: sg.substitute(PARAMS, None),
