@@ -198,6 +198,11 @@ EQUAL: list[tuple[Any, Any]] = [
     ([A, B, A], [A, B]),
     (~~(A & B), A & B),
     (~as_filter(True), False),
+    (np.True_ & A, And((Constant(True), A))),
+    (A & ['b', 'c/**'], And((A, B | C))),
+    ({'b': True} | A, Or((BoolTree({'b': True}), A))),
+    (is_kernel & A, And((Predicate(is_kernel), A))),
+    (A | is_kernel, Or((A, Predicate(is_kernel)))),
 ]
 
 UNEQUAL: list[tuple[Any, Any]] = [
@@ -256,17 +261,6 @@ def test_where_of_several_means_any_of_them():
     assert [either(Path(f'{name}/kernel')) for name in ('gln', 'dec')] == [True, True]
     assert either == Or(tuple(map(BoolTree, trees)))
     assert sg.where('gln/**', is_kernel)(Path('dec/kernel')) is True
-
-
-def test_operators_take_anything():
-    for other, expected in (
-        (np.True_, Constant(True)),
-        ({'b': True}, BoolTree({'b': True})),
-        (['b', 'c/**'], B | C),
-        (is_kernel, Predicate(is_kernel)),
-    ):
-        assert A & other == And((A, expected)) and other & A == And((expected, A))
-        assert A | other == Or((A, expected)) and other | A == Or((expected, A))
 
 
 NAMES = st.sampled_from([A, B, C])

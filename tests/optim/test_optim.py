@@ -334,8 +334,10 @@ def test_what_the_optimizer_is_given():
         sg.freeze(spy, sg.at('head', 0)).update(grads, state, params)
     # Of an array it sees the rows that are trained.
     tx = sg.freeze(spy, sg.at('w', 0))
-    updates, _ = tx.update({'w': np.full(2, -2.0)}, state, {'w': np.ones(2)})
+    more = {'rates': {'w': 0.5}, 'other': {'w': np.array([5.0, 6.0])}}
+    updates, _ = tx.update({'w': np.full(2, -2.0)}, state, {'w': np.ones(2)}, **more)
     assert seen['updates']['w'].tolist() == [-2.0]
+    assert seen['rates'] == {'w': 0.5} and seen['other']['w'].tolist() == [6.0]
     assert str(updates['w']) == '[-0. -2.]'
     # Of an array in part it sees no gradient there, and its update there is taken back.
     tx = sg.freeze(spy, sg.at('w', np.s_[:, 0]))

@@ -175,21 +175,6 @@ def test_a_state_does_not_tell_of_which_rows_it_is():
         trained(one, state)
 
 
-def test_other_trees_of_update_fit_the_rows():
-    seen: dict[str, Any] = {}
-
-    def update(updates, state, params=None, **extra):
-        seen.update(extra)
-        return updates, state
-
-    spy = optax.GradientTransformationExtraArgs(lambda p: (), update)
-    tx = sg.freeze(spy, sg.at('head', np.s_[:2]))
-    rates = jax.tree.map(lambda _: 0.5, PARAMS)
-    tx.update(PARAMS, (), PARAMS, rates=rates, other=PARAMS)
-    assert seen['rates']['head'] == 0.5
-    oracle.assert_same(seen['other']['head'], PARAMS['head'][2:])
-
-
 MEASURED = {
     'a norm': lambda: {'norm': optax.tree.norm},
     'an average': lambda: {'norm': optax.measure_with_ema(optax.tree.norm, 0.9)},
