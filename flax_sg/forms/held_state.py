@@ -114,16 +114,28 @@ def _keys_in(scope: Scope) -> Iterator[Key]:
             yield from iter_leaf_keys((collection, scope.path), tree)
 
 
-def _covers(block: blocks.Block, names: Collection[str], scope: Scope) -> bool:
+def _keys_below(scope: Scope, below: tuple[str, ...]) -> list[Key]:
+    """The leaves in a scope whose paths begin with some names, from the scope on."""
+    path = (*scope.path, *below)
+    return [key for key in _keys_in(scope) if key[1][: len(path)] == path]
+
+
+def _covers(
+    block: blocks.Block,
+    names: Collection[str],
+    scope: Scope,
+    below: tuple[str, ...] = (),
+) -> bool:
     """Whether the filter of a block selects everything under the path of a module.
 
     Args:
         block: the block.
         names: names to ask about for a module that has no variables.
         scope: the scope of the module.
+        below: the path of a module of NNX, in the module of linen that holds it.
     """
-    examples = [('params', (*scope.path, name)) for name in names]
-    root, keys = blocks.root_of(scope), [*_keys_in(scope)] or examples
+    examples = [('params', (*scope.path, *below, name)) for name in names]
+    root, keys = blocks.root_of(scope), _keys_below(scope, below) or examples
     return all(_selects_whole(block, root, key) for key in keys)
 
 
@@ -136,12 +148,14 @@ def _selects_whole(block: blocks.Block, root: roots.Root, key: Key) -> bool:
     return decision is True
 
 
-def _is_held(holds: Callable[..., bool], scope: Scope) -> bool:
+def _is_held(
+    holds: Callable[..., bool], scope: Scope, below: tuple[str, ...] = ()
+) -> bool:
     """Whether a module has state, and all of it is held.
 
     Variables with the names of the parameters, such as their average, do not count.
     """
-    root, keys = blocks.root_of(scope), list(_keys_in(scope))
+    root, keys = blocks.root_of(scope), _keys_below(scope, below)
     params = {path for collection, path in keys if collection == 'params'}
     state = [key for key in keys if key[1] not in params]
     return bool(state) and all(holds(root, key) for key in state)
@@ -174,7 +188,7 @@ def _put_back(
     """Puts held state of ``before`` into ``now``; new variables stay."""
     collection, path = key
     for name in before.keys() & now.keys():
-        value, below = before[name], (collection, (*path, name))
+        value, below = before[name], (collection, (*path, str(name)))
         if isinstance(value, Mapping) and isinstance(now[name], dict):
             _put_back(holds, sown, below, now[name], value)
         elif below not in sown and holds(below):
@@ -183,20 +197,29 @@ def _put_back(
 
 def _evaluate(
     holds: Callable[..., bool],
-    covers: Callable[[Scope], bool],
+    covers: Callable[..., bool],
     next_fun: Any,
     args: Any,
     kwargs: Any,
     context: linen.module.InterceptorContext,
 ) -> Any:
     """Sets the switches of a method, or of its module, for one call."""
-    module, switches = context.module, dict[str, bool]()
+    module = context.module
     fields = {field.name for field in dataclasses.fields(module)}
     names = {*fields, *inspect.signature(context.orig_method).parameters}
-    if module.scope is not None and names & _STATISTICS.keys():
-        switches |= _STATISTICS if _is_held(holds, module.scope) else {}
-    if module.scope is not None and names & _DROPOUT.keys():
-        switches |= _DROPOUT if covers(module.scope) else {}
+
+    def switches_of(names: Collection[str], *below: str) -> dict[str, bool]:
+        switches = dict[str, bool]()
+        if module.scope is not None and not _STATISTICS.keys().isdisjoint(names):
+            switches |= _STATISTICS if _is_held(holds, module.scope, below) else {}
+        if module.scope is not None and not _DROPOUT.keys().isdisjoint(names):
+            switches |= _DROPOUT if covers(module.scope, below) else {}
+        return switches
+
+    switches = switches_of(names)
+    if _OF_TO_LINEN in names:
+        method = kwargs.get(_OF_TO_LINEN, '__call__')
+        kwargs = {**kwargs, _OF_TO_LINEN: _evaluated_nnx(method, switches_of)}
     with contextlib.ExitStack() as stack:
         for name, value in switches.items():
             if getattr(module, name, None) is not None and name in fields:
@@ -219,3 +242,33 @@ def _with_argument(
     bound = signature.bind_partial(*args, **kwargs)
     bound.arguments[name] = value
     return bound.args, bound.kwargs
+
+
+# The argument by which ``nnx.bridge.ToLinen`` is told the method of its NNX model.
+_OF_TO_LINEN = 'nnx_method'
+
+
+def _evaluated_nnx(method: Any, switches_of: Callable[..., dict[str, bool]]) -> Any:
+    """A method of an NNX model with all switches set, as ``model.eval()`` sets them.
+
+    Args:
+        method: the method, or its name; None for ``__call__``.
+        switches_of: the switches of a module, by the names that it has and its path.
+    """
+
+    def evaluated(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from flax import nnx  # Models of linen do not wait for it.
+
+        for path, node in nnx.iter_graph(model):
+            if isinstance(node, nnx.Module):
+                switches = switches_of(vars(node).keys(), *map(str, path))
+                for name in switches.keys() & vars(node).keys():
+                    setattr(node, name, switches[name])
+        name = method or '__call__'
+        fn = getattr(type(model), name) if isinstance(name, str) else name
+        args = model, *args
+        for name, value in switches_of(inspect.signature(fn).parameters).items():
+            args, kwargs = _with_argument(fn, name, value, args, kwargs)
+        return fn(*args, **kwargs)
+
+    return evaluated

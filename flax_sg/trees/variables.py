@@ -89,9 +89,11 @@ def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) 
     """Returns the variable or subtree at these names, or ``MISSING``."""
     node = collections.get(collection, MISSING)
     for name in names:
-        if not isinstance(node, SUBTREES) or name not in node:
+        if not isinstance(node, SUBTREES):
             return MISSING
-        node = node[name]
+        if name not in node:  # The keys of lists in ``nnx.bridge.to_linen`` are numbers.
+            node = {str(key): child for key, child in node.items()}
+        node = node.get(name, MISSING)
     return node
 
 
