@@ -91,7 +91,7 @@ def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) 
     for name in names:
         if not isinstance(node, SUBTREES):
             return MISSING
-        if name not in node:  # The keys of lists in ``nnx.bridge.to_linen`` are numbers.
+        if name not in node:  # ``nnx.bridge.to_linen`` has numbers for lists.
             node = {str(key): child for key, child in node.items()}
         node = node.get(name, MISSING)
     return node
