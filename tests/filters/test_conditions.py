@@ -273,28 +273,6 @@ def test_whole_leaves_alone():
     )
 
 
-# Other rules.
-RULES: dict[str, Any] = {
-    'scale': (lambda w: nn.scale_gradient(w, 0.5), lambda g: 0.5 * g),
-    'replace': (lambda w: nn.replace_cotangent(w, 3.0), lambda g: jnp.full_like(g, 3)),
-    'map': (lambda w: nn.map_cotangent(w, lambda _, g: g + 1.0), lambda g: g + 1.0),
-}
-
-
-@pytest.mark.parametrize('rule', RULES)
-def test_rules_for_gradients(rule):
-    make, change = RULES[rule]
-
-    def ours(params, flag):
-        with make(as_filter('one/*') & flag):
-            return loss(params)
-
-    step, plain = jax.jit(jax.grad(ours)), jax.jit(jax.grad(loss))(PARAMS)
-    changed = {**plain, 'one': jax.tree.map(change, plain['one'])}
-    for flag, expected in (True, changed), (False, plain):
-        oracle.assert_same(step(PARAMS, flag), expected)
-
-
 def test_other_values_while_a_condition_holds():
     others = {'one': jax.tree.map(lambda w: 2 * w, PARAMS['one'])}
 

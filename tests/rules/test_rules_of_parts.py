@@ -1,4 +1,4 @@
-"""Rules for gradients of some rows alone: the other rows get what they get without."""
+"""Rules for gradients of some rows, or for a while: the rest is as without them."""
 
 from __future__ import annotations
 
@@ -73,3 +73,15 @@ def test_the_other_rows_are_left_alone(name, way):
     oracle.assert_same(grads, expected)
     # Values are what they are without the rule.
     oracle.assert_same(way(make(ROWS), PARAMS), loss(PARAMS))
+
+
+@pytest.mark.parametrize('name', RULES)
+def test_gradients_are_changed_while_a_condition_holds(name):
+    make, change = RULES[name]
+    where = sg.where('kernel')
+    step = jax.jit(jax.grad(lambda p, flag: in_block(make(where & flag), p)))
+    plain = jax.jit(jax.grad(loss))(PARAMS)
+    for flag, fn in (True, change), (False, lambda g: g):
+        grads = step(PARAMS, flag)
+        oracle.assert_same(grads['bias'], plain['bias'])
+        np.testing.assert_allclose(grads['kernel'], fn(plain['kernel']), rtol=1e-6)
