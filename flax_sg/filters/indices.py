@@ -166,6 +166,11 @@ class Part:
         """Whether a traced condition tells the elements: all of them, or none."""
         return 'condition' in self.elements.needs
 
+    @property
+    def is_of_conditions(self) -> bool:
+        """Whether nothing else tells them: it holds for any array, also some rows."""
+        return _is_of_conditions(self.elements)
+
     def mask(self, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
         """Which elements of an array are meant, if it is known here.
 
@@ -288,6 +293,12 @@ def within(decision: bool | Part, leaf: Any, path: str) -> Any:
     if not isinstance(decision, Part):
         return leaf
     return merged(decision, leaf, jax.lax.stop_gradient(leaf), path)
+
+
+def _is_of_conditions(elements: Filter) -> bool:
+    if elements.parts:
+        return all(map(_is_of_conditions, elements.parts))
+    return 'condition' in elements.needs
 
 
 def _traced_in(elements: Filter) -> Iterator[Any]:

@@ -71,7 +71,8 @@ class Freeze:
             unused = unused if leaves.values else 'ignore'
             parts = trained_leaves(leaves, self.where, unused)
         for part, path in zip(parts, leaves.paths, strict=True):
-            if isinstance(part, filters.Part) and rows_are_cut():
+            is_of_rows = isinstance(part, filters.Part) and not part.is_of_conditions
+            if is_of_rows and rows_are_cut():
                 raise _rows_in_rows(path)
         return leaves, [
             choice_of(part, leaf, path) or part

@@ -115,6 +115,7 @@ IN_ROWS: Any = {
     'rows of another': sg.at('a', np.s_[:1]),
     'columns': sg.at('w', np.s_[:, 1]),
     'elements': dict.fromkeys('abc', False) | {'w': np.eye(4, 3) == 1},
+    'rows or columns': sg.at('w', 0) | sg.at('w', np.s_[:, 1]),
     'rows by shape': sg.arrays(lambda x: x.ndim == 2) & sg.at(True, 0),
 }
 
@@ -128,6 +129,34 @@ def test_rows_within_rows_are_refused(name, wrap):
     for call in tx.init, jax.jit(tx.init):
         with pytest.raises(errors.PartError, match='Name all of them in one'):
             call(PARAMS)
+
+
+@pytest.mark.parametrize('between', ('nothing', 'a chain', 'a freeze'))
+def test_a_condition_within_rows(between):
+    """It tells no rows, so it holds for what is left of the array."""
+    rows, adam, wrap = sg.at('w', np.s_[:2]), optax.adamw(0.1), BETWEEN[between]
+
+    def nested(now: Any) -> Any:
+        return sg.freeze(wrap(sg.freeze(adam, sg.where(['w', 'a']) & now)), rows)
+
+    def joined(now: Any) -> Any:
+        return sg.freeze(wrap(adam), [rows, sg.where(['w', 'a']) & now])
+
+    def moved(of_step: Any, start: Any) -> Any:
+        @jax.jit
+        def step(params: Any, state: Any, full: Any, now: Any) -> Any:
+            updates, state = of_step(now).update(full, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params, state, seen = PARAMS, start.init(PARAMS), list[Any]()
+        for full, now in zip(GRADS, (True, False, True), strict=True):
+            params, state = step(params, state, full, now)
+            seen.append(params)
+        return seen
+
+    expected = moved(joined, sg.freeze(wrap(adam), False))
+    for ours, right in zip(moved(nested, nested(False)), expected, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), ours, right)
 
 
 def test_a_clip_between_both_counts_what_it_is_given():
