@@ -87,6 +87,8 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
                 head, *_, last = str(error).splitlines()
                 found = _kinds_in(others)
                 hint = f'It matches values of another kind: write kind={found}.'
+                if not others:  # Such as a tree of bools that is False for these.
+                    hint = 'It has values for other kinds: write kind=... in the call.'
                 error.args = (f'{head}\n{hint}\n{last}',)
             raise
 

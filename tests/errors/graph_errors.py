@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -23,6 +24,8 @@ def hijax() -> Any:
 model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 x = jnp.ones((1, 2))
 SEVERAL = nnx.Dict(w=nnx.Param({'a': jnp.ones((2, 2)), 'b': jnp.ones(2)}))
+NORM = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+OF_ALL_KINDS = jax.tree.map(lambda value: value is None, nnx.state(NORM))
 # In a wrong place.
 STATE: Any = nnx.state(model)
 NAME: Any = 'ema'
@@ -95,10 +98,12 @@ CASES: dict[str, Any] = {
         lambda: nnx.stop_gradient(model, True, kind=nnx.Param),
     ),
     'a pattern for Variables of another kind': (
-        lambda: nnx.stop_gradient(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean'),
-        lambda: nnx.stop_gradient(
-            nnx.BatchNorm(2, rngs=nnx.Rngs(0)), 'mean', kind=nnx.BatchStat
-        ),
+        lambda: nnx.stop_gradient(NORM, 'mean'),
+        lambda: nnx.stop_gradient(NORM, 'mean', kind=nnx.BatchStat),
+    ),
+    'a tree of bools for Variables of all kinds': (
+        lambda: nnx.stop_gradient(NORM, OF_ALL_KINDS),
+        lambda: nnx.stop_gradient(NORM, OF_ALL_KINDS, kind=...),
     ),
     'two values for one Variable': (
         lambda: nnx.substitute(pair(True), pair(False)),
