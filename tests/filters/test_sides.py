@@ -98,6 +98,24 @@ def test_the_other_side_raises(name):
         call(with_tree or where)
 
 
+WITHOUT_SIDES = [
+    lambda where: sg.labels(PARAMS, {'a': where}),
+    lambda where: sg.partition(PARAMS, where),
+    lambda where: sg.substitute(PARAMS, PARAMS, where=where),
+    lambda where: sg.paths(PARAMS, where=where),
+    lambda where: nn.substitute(PARAMS, where=where),
+    lambda where: filters.as_filter('a') | where,
+]
+
+
+def test_none_is_no_filter():
+    assert repr(sg.DECLARED) == 'DECLARED'
+    sides = FROZEN, ALSO_FROZEN, TRAINED, ALSO_TRAINED
+    for call in *(call for side in sides for call in side.values()), *WITHOUT_SIDES:
+        with pytest.raises(errors.FilterTypeError, match='None is no filter'):
+            call(None)
+
+
 def test_what_is_meant_is_done():
     grads = sg.grad(lambda p: p['head']['w'].sum(), wrt=~live & True, unused='ignore')
     assert grads(PARAMS)['head'] == {'w': sg.ABSENT}

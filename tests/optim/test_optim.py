@@ -20,7 +20,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import flax_sg as sg
 from flax_sg import errors, testing
-from flax_sg import linen as nn
 from tests.helpers import oracle
 from tests.helpers.optimizers import OPTIMIZERS
 
@@ -455,35 +454,6 @@ def quadratic(p: Any) -> Any:
 
 
 PAIR = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, -1.0])}
-
-
-NOT_GIVEN = [
-    lambda: sg.freeze(optax.sgd(0.1), None),
-    lambda: sg.mask(PAIR, trained=None),
-    lambda: sg.mask(PAIR, frozen=None),
-    lambda: sg.labels(PAIR, {'a': None}),
-    lambda: sg.partition(PAIR, None),
-    lambda: sg.stop_gradient(PAIR, None),
-    lambda: sg.substitute(PAIR, PAIR, where=None),
-    lambda: sg.grad(quadratic, wrt=None),
-    lambda: sg.vjp(quadratic, PAIR, wrt=None),
-    lambda: sg.gradient_flow(quadratic, PAIR, wrt=None),
-    lambda: sg.live(quadratic, PAIR, wrt=None),
-    lambda: sg.paths(PAIR, where=None),
-    lambda: nn.substitute(PAIR, where=None),
-    lambda: nn.stop_gradient(None),
-    lambda: nn.train_only(None),
-    lambda: nn.Frozen(nn.Dense(2), None),
-    lambda: sg.filters.as_filter(None),
-    lambda: sg.filters.as_filter('a') | None,
-]
-
-
-def test_none_is_no_filter():
-    assert repr(sg.DECLARED) == 'DECLARED'
-    for call in NOT_GIVEN:
-        with pytest.raises(errors.FilterTypeError, match='None is no filter'):
-            call()
 
 
 def test_an_option_that_means_nothing():
