@@ -108,10 +108,12 @@ def test_modules_that_hold_each_other():
     model, m, n = Node(), Node(), Node()
     model.a, model.z, m.n, n.m, n.top = m, n, n, m, model
     m.kernel, model.m = variable(), nnx.Dict(kernel=variable())
-    view = nnx.stop_gradient(model, '**/m/kernel')
-    assert view.a.kernel is not m.kernel and view.a.kernel is view.z.m.kernel
-    assert view.m.kernel is not model.m.kernel
-    assert view.z.top is view and model.z.top is model
+    # Each name in braces takes something, by whichever path.
+    for where in '**/m/kernel', '{z/m,m}/kernel', '{z/{m,m},m}/ker*', '{m,**/z/m}/*':
+        view = nnx.stop_gradient(model, where)
+        assert view.a.kernel is not m.kernel and view.a.kernel is view.z.m.kernel
+        assert view.m.kernel is not model.m.kernel
+        assert view.z.top is view and model.z.top is model
 
 
 def tree_of(draw: random.Random, depth: int, share: float) -> Any:
