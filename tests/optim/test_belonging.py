@@ -193,6 +193,15 @@ def test_groups_of_which_one_was_frozen_and_now_the_other():
     oracle.assert_same(sg.adopt(new, PARAMS, old.init(PARAMS)), new.init(PARAMS))
 
 
+def test_a_state_of_other_parameters_is_refused_and_one_of_frozen_ones_is_not():
+    momentum = optax.sgd(0.1, 0.9)
+    with pytest.raises(errors.StructureError, match='or of other parameters'):
+        sg.adopt(momentum, {'other': jnp.ones(2)}, momentum.init(PARAMS))
+    one, other = (sg.freeze(momentum, name) for name in (['w', 'c'], ['b', 'c']))
+    adopted = sg.adopt(one, PARAMS, other.init(PARAMS))
+    oracle.assert_same(adopted, one.init(PARAMS))
+
+
 @pytest.mark.parametrize('count', [6, 12])
 def test_the_numbers_of_mechanic_are_no_flattened_vector(count):
     params = {'a': jnp.ones(count - 2), 'b': jnp.ones(2), 'c': jnp.ones(3)}

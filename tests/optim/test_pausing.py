@@ -206,3 +206,22 @@ def test_adopting_a_state_for_a_condition():
         return sg.adopt(new, PARAMS, state)
 
     oracle.assert_same(adopted(0), sg.adopt(sgd, PARAMS, state))
+
+
+def test_without_parameters_and_within_a_chain():
+    """Momentum needs no parameters; a freeze may stand inside of a chain."""
+    sgd, clip = optax.sgd(0.1, 0.9), optax.clip(0.5)
+    state = sgd.init(PARAMS)
+    for _ in range(2):
+        _, state = sgd.update(PARAMS, state)
+
+    @jax.jit
+    def update(n):
+        tx = optax.chain(clip, sg.freeze(sgd, as_filter('last/**') & (n < 2)))
+        return tx.update(PARAMS, (optax.EmptyState(), state))
+
+    clipped, _ = clip.update(PARAMS, clip.init(PARAMS))
+    _, after = sgd.update(clipped, state)
+    for n in 0, 2:
+        found = update(n)[1][1]
+        oracle.assert_same(found, where_last(state, after, jnp.array(n < 2)))

@@ -167,8 +167,10 @@ def test_a_state_does_not_tell_of_which_rows_it_is():
     with pytest.warns(UserWarning, match=r'layers/w(.|\n)*old=old_tx'):
         thawed = sg.adopt(adam, PARAMS, state)
     assert oracle.is_zero(thawed[0].mu['layers']['w'])
-    moments = sg.adopt(other, PARAMS, state, old=first)[0].mu
+    found: dict[str, Any] = {}
+    moments = sg.adopt(other, PARAMS, state, old=first, report=found.update)[0].mu
     assert oracle.is_zero(moments['layers']['w'])
+    assert found['fresh'] == ['0/count', 'layers/w']
     with pytest.raises(errors.StructureError, match='does not belong'):
         trained(first, one.init(PARAMS))
     with pytest.raises(errors.StructureError, match='does not belong'):
