@@ -82,7 +82,7 @@ class Values:
             other = _RULES[rule](value, twins.get(path)) if taken else value
             if not (taken and where.when):
                 return other
-            flag = jnp.sum(x) > 0
+            flag = where.when * jnp.sum(x) > 0
             return jax.tree.map(lambda *two: jnp.where(flag, *two), other, value)
 
         return dataclasses.replace(self, params=path_aware_map(changed, self.params))

@@ -37,15 +37,15 @@ class Where:
         names: the names.
         style: how it is written for flax_sg, one of those in ``real.py``.
         negated: whether all other variables are meant.
-        when: whether they are meant only while the sum of ``x`` is positive, where the
-            block opens or the view is called.
+        when: 1 or -1 if they are meant only while the sum of ``x`` has this sign, where
+            the block opens or the view is called.
     """
 
     kind: str = 'all'
     names: tuple[str, ...] = ()
     style: str = 'predicate'
     negated: bool = False
-    when: bool = False
+    when: int = 0
 
     @property
     def everywhere(self) -> bool:

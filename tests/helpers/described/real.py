@@ -38,7 +38,9 @@ def filter_of(where: Where, x: Any = None) -> Any:
         SWITCH.names = where.names
     plain = True if where.kind == 'all' else _STYLES[where.style](where)
     filter_ = ~filters.as_filter(plain) if where.negated else plain
-    return filters.as_filter(filter_) & (jnp.sum(x) > 0) if where.when else filter_
+    if not where.when:
+        return filter_
+    return filters.as_filter(filter_) & (where.when * jnp.sum(x) > 0)
 
 
 def _glob(where: Where) -> Any:
