@@ -8,6 +8,7 @@ zeros. An operation that is not listed makes anything.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +25,7 @@ from flax_sg.internals.jaxprs import Bodies
 # all elements are alike.
 Mask: TypeAlias = NDArray[np.bool_]
 
-# Turns of a loop after which its carry counts as unknown: most settle in a few.
+# Turns after which what a loop still changes counts as unknown: most settle in a few.
 _MOST_TURNS = 16
 
 
@@ -199,15 +200,18 @@ class Zeros:
         carry: Sequence[Value],
     ) -> list[Value]:
         """What is known of the carry of a loop, after any number of turns."""
-        now = [Value(value.zero) for value in carry]
-        for turns in range(len(now) + 1):
+        now = [Value(small(value.zero)) for value in carry]
+        for turns in itertools.count():
             pairs = zip(now, turn(now), strict=True)
-            after = [Value(_all(pair)) for pair in pairs]
-            if [value.key for value in now] == [value.key for value in after]:
+            after = [Value(small(_all(pair))) for pair in pairs]
+            rows = [*zip(now, after, strict=True)]
+            if all(old.key == new.key for old, new in rows):
                 break
-            if turns >= _MOST_TURNS:
-                after = [nothing(value.zero.ndim) for value in now]
             now = after
+            if turns >= _MOST_TURNS:  # This ends it: each turn for one value at least.
+                now = [
+                    new if old.key == new.key else _unknown(new) for old, new in rows
+                ]
         return now
 
     def _loop(self, bodies: Bodies, ins: Sequence[Value]) -> Sequence[Value]:
@@ -223,6 +227,10 @@ class Zeros:
         carry = self._turns(lambda now: run(now)[: len(carried)], start)
         ys = run(carry)[len(carried) :]
         return [*carry, *(Value(y.zero[None]) for y in ys)]
+
+
+def _unknown(value: Value) -> Value:
+    return Value(np.zeros((1,) * value.zero.ndim, bool))
 
 
 def _rank(var: Any) -> int:

@@ -100,3 +100,18 @@ def test_what_comes_through_a_long_chain_of_carries_is_not_zero() -> None:
 
     [told] = zeros.zeros_of(jax.make_jaxpr(chain)(SOME))
     assert not told.any()
+
+
+@pytest.mark.parametrize('width', (8, 40))
+def test_what_moves_along_a_carry_from_turn_to_turn_is_not_zero(width: int) -> None:
+    """Each turn tells less of one value; of another, all is known in the end."""
+
+    def line(x: Any) -> Any:
+        def turn(carry: Any, _: Any) -> Any:
+            return (jnp.roll(carry[0], 1), carry[1] * 2.0), None
+
+        first = jnp.concatenate([x[0, :1], jnp.zeros(width - 1)])
+        return lax.scan(turn, (first, x[0] * NONE[0]), None, length=width - 1)[0]
+
+    moved, still = zeros.zeros_of(jax.make_jaxpr(line)(SOME))
+    assert not moved.any() and still.all()
