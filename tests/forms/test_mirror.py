@@ -163,6 +163,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('how', 'lift', 'words'),
     [
