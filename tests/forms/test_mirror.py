@@ -163,7 +163,6 @@ DRAWS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ('how', 'lift', 'words'),
     [
