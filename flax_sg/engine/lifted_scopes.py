@@ -9,7 +9,7 @@ from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg.engine import blocks, roots, selection, views
 from flax_sg.internals import core_scopes
-from flax_sg.trees.variables import Key, iter_variables, leaf_keys, map_variables
+from flax_sg.trees.variables import Key, iter_variables, map_variables
 
 
 class LiftedScope:
@@ -49,6 +49,7 @@ class LiftedScope:
             is_kept: whether JAX keeps the body. What it writes without a read depends
                 on the answers of the blocks, too.
         """
+        root.handed.stored.update(self._stored)
         for col, tree in core_scopes.variables_of(inner).items():
             noted = is_kept and inner.is_mutable_collection(col)
             for key, value in iter_variables((col, inner.path), tree):
@@ -96,9 +97,9 @@ class LiftedScope:
             return None
         if key in self.root.handed.selected:
             return self.root.handed.selected[key]
-        keys = leaf_keys(key, self._stored[key])
         for block in self._by_effect:
             if views.acts(block, root) and selection.wants(block, root, key[0]):
+                keys = self.root.handed.leaf_keys(block, key, self._stored[key])
                 answers = [
                     selection.selects(block, root, k, False, noted) for k in keys
                 ]

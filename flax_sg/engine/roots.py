@@ -19,7 +19,7 @@ from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
 from flax_sg.internals import core_scopes, tracing
-from flax_sg.trees.variables import Key
+from flax_sg.trees.variables import Key, LeafKey, leaf_keys
 
 if TYPE_CHECKING:
     from flax_sg.engine.blocks import Block
@@ -47,11 +47,15 @@ class Handed:
             rewritten before it was handed in.
         values: the variables, as Flax passed them in.
         selected: the variables that were rewritten, each with a block that did so.
+        around: the root around the transform.
+        stored: the variables as they are stored there.
     """
 
     covered: tuple[Block, ...] = ()
     values: dict[Key, Any] = field(default_factory=dict)
     selected: dict[Key, Block] = field(default_factory=dict)
+    around: Root | None = None
+    stored: dict[Key, Any] = field(default_factory=dict)
 
     def has(self, key: Key, value: Any) -> bool:
         """Whether the body starts with ``value``: the rules were applied outside.
@@ -61,6 +65,17 @@ class Handed:
         """
         begun = {id(leaf) for leaf in jax.tree.leaves(self.values.get(key))}
         return all(id(leaf) in begun for leaf in jax.tree.leaves(value))
+
+    def leaf_keys(self, block: Block, key: Key, value: Any) -> list[LeafKey]:
+        """The leaves of a variable, as they are stored where a block was opened.
+
+        The body of a scan begins with slices, and filters see the shapes of arrays.
+        """
+        # ``nn.map_variables`` gives other names in a body.
+        is_known = block in self.covered and key in self.stored
+        if self.around and is_known and self.has(key, value):
+            return self.around.handed.leaf_keys(block, key, self.stored[key])
+        return leaf_keys(key, value)
 
 
 @dataclass
@@ -128,7 +143,7 @@ class Root:
         inner = Root(self.tree, scope)
         inner.initializing, inner.pending = self.initializing, self.pending
         if covered:  # Otherwise nothing was rewritten, and an empty one is shared.
-            inner.handed = Handed(covered)
+            inner.handed = Handed(covered, around=self)
         inner.setups = Setups(self.setups.made_in, is_new=self.setups.is_new)
         return inner
 

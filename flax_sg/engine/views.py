@@ -150,7 +150,8 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
         is_handed = _is_handed(root, block, key, value)
         if is_handed and tracing.kept_trace() == root.kept_trace:
             continue
-        decided = [decide(block, root, leaf_key) for leaf_key in keys]
+        asked_about = root.handed.leaf_keys(block, key, value) if is_handed else keys
+        decided = [decide(block, root, leaf_key) for leaf_key in asked_about]
         if not is_handed and any([decision for _, decision in decided]):
             asked = [*zip(keys, decided, strict=True)]
             value = _rewritten(root, block, key, asked, value)

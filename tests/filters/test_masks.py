@@ -48,10 +48,28 @@ def test_a_mask_in_the_block(name):
     assert not np.asarray(cells)[MASK['cells']['dense']['kernel']].any()
 
 
-@pytest.mark.parametrize('extent', extents.OF_STOPS)
-def test_every_extent(extent):
+def read_in_jit(cell: Any) -> Any:
+    """The cell, as a module that a jitted function reads."""
+
+    class Reads(cell):
+        def __call__(self, x, _):
+            def layer(x):
+                dense = self.get_variable('params', 'dense')
+                return jnp.tanh(x @ dense['kernel'] + dense['bias'][None])
+
+            return jax.jit(layer)(x), None
+
+    return Reads
+
+
+# What runs in the body of a scan gets slices, and asks about what is stored.
+BODIES = [traced.bare, linen.remat, linen.jit, read_in_jit]
+
+
+@pytest.mark.parametrize(('extent', 'body'), in_turn(extents.OF_STOPS, BODIES))
+def test_every_extent(extent, body):
     call = functools.partial(
-        extents.OF_STOPS[extent], nn.stop_gradient(MASK), traced.Net()
+        extents.OF_STOPS[extent], nn.stop_gradient(MASK), traced.Net(body)
     )
     ours = jax.value_and_grad(lambda p: jnp.sum(call({'params': p}, X) ** 2))
     oracle.assert_same(ours(PARAMS), HAND)
