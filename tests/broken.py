@@ -34,8 +34,8 @@ SECONDS_OF_A_TEST = 120  # Then it counts as one that does not end.
 # The folder of tests of a package, where it has another name.
 TESTS = {'': 'commandline'}
 NOT_COPIED = ('.git', '.venv*', '.faults', '__pycache__', '_build', 'dist', '.*_cache')
-# A row of the table in README.md: the fault, the test that caught it, the seconds.
-ROW = re.compile(r'^\| `(?P<name>.+?)` \| `(?P<test>.*?)` \| (?P<seconds>[\d.]+) \|$')
+# A row of the table in README.md: the fault, and the test that caught it.
+ROW = re.compile(r'^\| `(?P<name>.+?)` \| `(?P<test>.*?)` \|$')
 
 
 class Fault(NamedTuple):
@@ -128,22 +128,20 @@ class Results:
             file.write(f'{json.dumps(row)}\n')
 
 
-def table() -> dict[str, tuple[str, float]]:
-    """Returns the test that caught a fault, and the seconds, as README.md has them."""
+def table() -> dict[str, str]:
+    """Returns the test that caught each fault, as README.md has it."""
     rows = map(ROW.match, README.read_text().splitlines() if README.exists() else ())
-    return {r['name']: (r['test'], float(r['seconds'])) for r in rows if r}
+    return {r['name']: r['test'] for r in rows if r}
 
 
 def _write_table(faults: Sequence[Any], results: Results) -> None:
     before, rows = table(), list[str]()
     for fault in faults:
         found = results.known.get(fault.name)
-        test, seconds = before.get(fault.name, ('', 0.0))
-        if found is not None:
-            test, seconds = found['test'], found['seconds']
-        rows.append(f'| `{fault.name}` | `{test}` | {seconds:.1f} |')
+        test = before.get(fault.name, '') if found is None else found['test']
+        rows.append(f'| `{fault.name}` | `{test}` |')
     head, *_ = README.read_text().partition('| fault |')
-    top = ['| fault | caught by | seconds |', '|---|---|---|']
+    top = ['| fault | caught by |', '|---|---|']
     README.write_text(head + '\n'.join([*top, *rows]) + '\n')
 
 
@@ -161,7 +159,7 @@ def _try(faults: Sequence[Any], results: Results, options: Any) -> None:
                 continue
             begin = time.monotonic()
             earlier = results.known.get(fault.name, {}).get('test')
-            hint = earlier or table().get(fault.name, ('', 0))[0]
+            hint = earlier or table().get(fault.name, '')
             with put_in(copy, fault):
                 row = runs.first_failure(fault, hint, options.named)
             row = {'name': fault.name, 'text': fault.text, **row}
