@@ -67,8 +67,9 @@ def gradient_flow(
         fun: a function of pytrees that returns a pytree of arrays of any shape, or an
             unbound module for its ``apply``.
         *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
-            ``jax.eval_shape``). Arrays are traced: bind what the function asks for its
-            value, ``functools.partial(fun, ...)``.
+            ``jax.eval_shape``). Arrays are traced, and floats, unless the function asks
+            for their values. Bind an array whose value it asks for:
+            ``functools.partial(fun, ...)``.
         argnums: which arguments hold the parameters, by default the first. With a tuple
             of them each path begins with the position: ``'1/kernel'``.
         has_aux: whether ``fun`` returns ``(outputs, aux)``. The report leaves ``aux``

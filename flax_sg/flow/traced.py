@@ -66,7 +66,16 @@ def traced(
         outputs[:], leaves = function.outputs(*arguments.restored(arrays))
         return leaves
 
-    program = jax.make_jaxpr(of_arrays)(arguments.inputs)
+    try:
+        program = jax.make_jaxpr(of_arrays)(arguments.inputs)
+    except Exception:
+        if not arguments.numbers:
+            raise
+        program = None
+    if program is None:  # The function may ask for the value of a number.
+        for key in arguments.numbers:
+            del arguments.inputs[key]
+        program = jax.make_jaxpr(of_arrays)(arguments.inputs)
     if not outputs:
         raise errors.ArgumentTypeError(
             f'{function.name} returns nothing: no gradient can come from there.\n'
@@ -87,6 +96,8 @@ class _Arguments:
     Attributes:
         own: the arguments that hold parameters, by their position.
         inputs: the leaves that are traced. All others are constants of the program.
+        numbers: those of them that are real or complex numbers of Python beside the
+            parameters. The weight of a loss may be 0.0 now, and another number later.
     """
 
     def __init__(
@@ -114,14 +125,20 @@ class _Arguments:
             for k, leaf in enumerate(tree.values)
             if self._is_traced(n, leaf)
         }
+        self.numbers = [
+            (n, k)
+            for n, k in self.inputs
+            if n not in self.own and type(self.inputs[n, k]) in (float, complex)
+        ]
 
     def _is_traced(self, n: int, leaf: Any) -> bool:
         """Whether a leaf of an argument is an input of the program.
 
-        A Python number is a parameter in an argument that is differentiated. In any
-        other it is a size or a flag, by which the function may branch.
+        A number of Python is a parameter in an argument that is differentiated. In any
+        other, an integer or a bool is a size or a flag, by which the function branches.
         """
-        return holds_arrays(leaf) or (n in self.own and is_differentiable(leaf))
+        is_number = n in self.own and is_differentiable(leaf)
+        return holds_arrays(leaf) or is_number or type(leaf) in (float, complex)
 
     def hold_parameters(self) -> bool:
         """Whether there is anything to differentiate."""

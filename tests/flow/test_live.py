@@ -217,3 +217,30 @@ def test_a_function_that_trains_nothing_is_told_where_it_is_stopped(name):
     with pytest.warns(UserWarning, match='trains none of') as warned:
         sg.live(fn, *args, argnums=tuple(range(len(args))) if args[1:] else 0)
     assert said in str(warned[0].message)
+
+
+@pytest.mark.parametrize('how', ['position', 'keyword', 'tree'])
+def test_a_weight_of_a_loss_may_be_zero_for_now(how):
+    def loss(params, weight=1.0, deep=None):
+        weight = weight if deep is None else deep['weights'][0]
+        return jnp.sum(params['a'] ** 2) + weight * jnp.sum(params['b'] ** 2)
+
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    positional = (0.0,) if how == 'position' else ()
+    named = {'keyword': {'weight': 0.0}, 'tree': {'deep': {'weights': [0.0]}}}
+    live = sg.live(loss, params, *positional, **named.get(how, {}))
+    grads = sg.grad(loss, wrt=live)(params, 0.5)
+    oracle.assert_same(grads, jax.grad(loss)(params, 0.5))
+
+
+def test_a_function_may_ask_for_a_number():
+    def loss(params, rate, flag):
+        if rate > 0.0 and flag:
+            return jnp.sum(params['b'] * rate)
+        return jnp.sum(params['a'])
+
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    assert sg.live(loss, params, 0.0, True)(sg.Path.of('params', ('a',)))
+    assert not sg.live(loss, params, 0.5, True)(sg.Path.of('params', ('a',)))
+    with pytest.raises(ZeroDivisionError):
+        sg.live(lambda params, x: jnp.sum(params['a']) / (1 // 0), params, 1.0)
