@@ -62,7 +62,7 @@ class Argument(NamedTuple):
             tree: its leaves.
             inputs: the inputs so far.
             is_traced: whether numbers of Python are traced, too. In data they are
-                constants, as for ``sg.live``.
+                constants.
         """
         slots, constants = list[tuple[int, ...]](), dict[int, Any]()
         for number, leaf in enumerate(tree.values):
