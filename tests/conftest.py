@@ -15,6 +15,7 @@ collect_ignore = ['typed_linen.py', 'run_notebooks.py', 'clients', 'measure.py']
 if metadata.version('flax') == '0.12.0':  # flax_sg.nnx asks for 0.12.1.
     collect_ignore += ['nnx', 'errors/graph_errors.py']
     collect_ignore += ['models/test_nnx_bridge.py', 'trees/test_nnx_tied.py']
+    collect_ignore += ['helpers/described/nnx_models.py']
 
 # Same examples on every run and machine. No deadline, since JAX compiles.
 hypothesis.settings.register_profile(
