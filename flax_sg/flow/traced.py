@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -66,16 +67,7 @@ def traced(
         outputs[:], leaves = function.outputs(*arguments.restored(arrays))
         return leaves
 
-    try:
-        program = jax.make_jaxpr(of_arrays)(arguments.inputs)
-    except Exception:
-        if not arguments.numbers:
-            raise
-        program = None
-    if program is None:  # The function may ask for the value of a number.
-        for key in arguments.numbers:
-            del arguments.inputs[key]
-        program = jax.make_jaxpr(of_arrays)(arguments.inputs)
+    program = _program(jax.make_jaxpr(of_arrays), arguments)
     if not outputs:
         raise errors.ArgumentTypeError(
             f'{function.name} returns nothing: no gradient can come from there.\n'
@@ -84,6 +76,24 @@ def traced(
     names = {} if isinstance(argnums, int) else names_of_arguments(function.run)
     named = tuple((n, names[n]) for n in arguments.own if n in names)
     return Traced(program, tuple(outputs), arguments.parameters(), named)
+
+
+def _program(trace: Callable[..., ClosedJaxpr], arguments: _Arguments) -> ClosedJaxpr:
+    """The program; numbers whose values the function asks for are constants in it."""
+    every = arguments.inputs
+    if arguments.numbers:
+        with contextlib.suppress(Exception):
+            return trace(every)
+        kept = [key for key in every if key not in arguments.numbers]
+        for number in arguments.numbers:
+            arguments.inputs = {
+                key: every[key] for key in every if key in {*kept, number}
+            }
+            with contextlib.suppress(Exception):
+                trace(arguments.inputs)
+                kept.append(number)
+        arguments.inputs = {key: every[key] for key in every if key in kept}
+    return trace(arguments.inputs)
 
 
 # A leaf of the arguments: the position of its argument, and its index in that.

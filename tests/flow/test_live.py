@@ -242,5 +242,9 @@ def test_a_function_may_ask_for_a_number():
     params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
     assert sg.live(loss, params, 0.0, True)(sg.Path.of('params', ('a',)))
     assert not sg.live(loss, params, 0.5, True)(sg.Path.of('params', ('a',)))
+    # The other numbers stay inputs.
+    weighted = lambda p, weight, rate: loss(p, rate, True) + weight * p['c']  # noqa: E731
+    live = sg.live(weighted, {**params, 'c': 1.0}, 0.0, 0.5)
+    assert repr(live) == "<live: 'b', 'c'>"
     with pytest.raises(ZeroDivisionError):
         sg.live(lambda params, x: jnp.sum(params['a']) / (1 // 0), params, 1.0)
