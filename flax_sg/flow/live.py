@@ -50,6 +50,8 @@ def live(
         fun: a function of pytrees, or an unbound module for its ``apply``:
             ``sg.live(model, variables, x)`` leaves out its ``Frozen`` parts. A
             parameter is selected if any output trains it.
+            Arrays that it closes over count as they are now: a queue of zeros stops
+            what it is multiplied with. Give as an argument what changes.
         params: its first argument, or the shapes. Paths begin in it.
         *args: its other arguments, or their shapes.
         argnums: which arguments hold the parameters, as for ``sg.gradient_flow`` and
