@@ -67,8 +67,10 @@ def gradient_flow(
         fun: a function of pytrees that returns a pytree of arrays of any shape, or an
             unbound module for its ``apply``.
         *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
-            ``jax.eval_shape``). Arrays are traced, and floats, unless the function asks
-            for their values. Bind an array whose value it asks for:
+            ``jax.eval_shape``). Arrays and numbers of Python are traced, since they may
+            be others at the next step; a bool is a flag. If the function asks for the
+            value of a number, as ``if step < k`` does, the report holds for this number
+            alone, and says so. Bind an array whose value it asks for:
             ``functools.partial(fun, ...)``.
         argnums: which arguments hold the parameters, by default the first. With a tuple
             of them each path begins with the position: ``'1/kernel'``.
@@ -93,7 +95,11 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    trace = traced(fun, args, argnums, has_aux, wrt, kwargs)
+    return report_on(traced(fun, args, argnums, has_aux, wrt, kwargs))
+
+
+def report_on(trace: Traced) -> GradientFlow:
+    """The report on a function that was traced."""
     try:
         return _report(trace)
     except pullback.RefusedError as error:
@@ -102,7 +108,7 @@ def gradient_flow(
 
 
 def _report(trace: Traced) -> GradientFlow:
-    program, outputs, parameters, arguments = trace
+    program, outputs, parameters = trace.program, trace.outputs, trace.parameters
     zeros = unread = _zeros(trace)
     if any(zero.any() and not zero.all() for row in zeros for zero in row):
         # Without stops, the zeros are the elements that an output does not read.
@@ -115,7 +121,7 @@ def _report(trace: Traced) -> GradientFlow:
     doubt = functools.cache(functools.partial(unclear, flat))
 
     def cell(output: int, n: int) -> tuple[str, filters.Part | None, str]:
-        zero, slots = zeros[output][n], parameters[n][1]
+        zero, slots = zeros[output][n], parameters[n].slots
         if zero.all():
             is_read = any(flat.read[flat.inputs[x]] >> output & 1 for x in slots)
             return (STOPPED if is_read else UNUSED), None, ''
@@ -128,32 +134,33 @@ def _report(trace: Traced) -> GradientFlow:
         return FLOWS, None, choice.line if choice else ''
 
     def explain(n: int, output: int) -> Way:
-        slots = parameters[n][1]
+        slots = parameters[n].slots
         return way(flat, slots, output)._replace(uses=uses(flat, slots, output))
 
     cells = [[cell(k, n) for n in range(len(parameters))] for k in range(len(outputs))]
-    shapes = [types[slots[0]] for _, slots in parameters]
+    shapes = [types[each.slots[0]] for each in parameters]
     return GradientFlow(
         outputs,
-        tuple(path for path, _ in parameters),
+        tuple(each.path for each in parameters),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
         tuple(tuple(status for status, *_ in row) for row in cells),
         tuple(tuple(part for _, part, _ in row) for row in cells),
         explain,
-        arguments,
+        trace.arguments,
         tuple(tuple(line for *_, line in row) for row in cells),
+        tuple(f'{name}={value}' for name, value in trace.numbers.items()),
     )
 
 
 def _zeros(trace: Traced) -> list[list[Mask]]:
     """For each output, and each parameter, the elements whose gradient is zero."""
-    slots = [slot for _, group in trace.parameters for slot in group]
+    slots = [slot for each in trace.parameters for slot in each.slots]
     rows = pullback.zero_gradients(trace.program, slots)
     masks = [dict(zip(slots, row, strict=True)) for row in rows]
     return [
         [
-            functools.reduce(np.logical_and, (mask_of[slot] for slot in group))
-            for _, group in trace.parameters
+            functools.reduce(np.logical_and, (mask_of[slot] for slot in each.slots))
+            for each in trace.parameters
         ]
         for mask_of in masks
     ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen
 
 from flax_sg import errors
@@ -27,6 +28,8 @@ class Function:
     Attributes:
         run: the function.
         name: what the user calls it.
+        may_have_aux: whether it has returned a tuple that begins with one number, and
+            nobody has said ``has_aux=True``. What is behind it may be no loss.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Function:
             )
         self.run: Any = fun.apply if isinstance(fun, linen.Module) else fun
         self.name = type(fun).__name__ if is_module else predicates.describe(fun)
+        self.may_have_aux = False
+        self._is_module = is_module
         self._has_aux = has_aux
         # What a module writes comes back beside its output.
         self._writes = is_module and kwargs.get('mutable', False) is not False
@@ -66,6 +71,8 @@ class Function:
                     f'aux), but {self.name} returned {shown(out)}.'
                 )
             out = out[0]
+        elif type(out) is tuple and len(out) > 1 and not self._is_module:
+            self.may_have_aux = [np.ndim(x) for x in jax.tree.leaves(out[0])] == [0]
         pairs = jax.tree_util.tree_leaves_with_path(out)
         # JAX sorts the keys of dicts as text. People count: loss_2, loss_10.
         keys_of = itertools.chain(*(keys for keys, _ in pairs))

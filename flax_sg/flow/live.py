@@ -8,11 +8,12 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, listed
-from flax_sg.flow.analysis import gradient_flow
+from flax_sg.flow.analysis import report_on
 from flax_sg.flow.report import STOPPED, GradientFlow
+from flax_sg.flow.traced import Traced, traced
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
-from flax_sg.trees.leaves import arguments_of, is_array
+from flax_sg.trees.leaves import arguments_of, is_array, is_differentiable
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -44,20 +45,24 @@ def live(
     >>> sg.mask(params, frozen=~live)
     {'body': True, 'head': False}
 
-    The function is traced once here, on shapes, and again when it is differentiated.
+    The function is traced here, on shapes, and again when it is differentiated. The
+    filter is used at all steps. So numbers and arrays among the arguments may be any:
+    where the function asks for a number (``if step < k``), the filter holds for that
+    number alone, and a warning names it. In doubt a parameter counts as trained.
 
     Args:
         fun: a function of pytrees, or an unbound module for its ``apply``:
             ``sg.live(model, variables, x)`` leaves out its ``Frozen`` parts. A
             parameter is selected if any output trains it.
-            Arrays that it closes over count as they are now: a queue of zeros stops
-            what it is multiplied with. Give as an argument what changes.
+            Arrays that it closes over count as they are now, but for arrays of zeros,
+            such as a queue that is filled later. Give as an argument what changes.
         params: its first argument, or the shapes. Paths begin in it.
         *args: its other arguments, or their shapes.
         argnums: which arguments hold the parameters, as for ``sg.gradient_flow`` and
             ``sg.grad``, which is then given the filter.
         has_aux: whether ``fun`` returns ``(outputs, aux)``; ``aux`` trains nothing.
-            Default False.
+            Default False. If it is forgotten, and statistics beside the loss depend on
+            parameters that the loss does not train, a warning names these.
         wrt: the parameters to ask about, as for ``sg.gradient_flow``.
         **kwargs: keyword arguments of the function: ``train=True``, and for a module
             also ``rngs=``, ``mutable=`` and ``method=``. Collections that a module
@@ -88,14 +93,13 @@ def live(
             'The filter names parameters of the first argument: give the model there.\n'
             'Write sg.live(loss, model, x), with a function loss(model, x).'
         )
-    report = gradient_flow(
-        fun, params, *args, argnums=argnums, has_aux=has_aux, wrt=wrt, **kwargs
-    )
+    trace = traced(fun, (params, *args), argnums, has_aux, wrt, kwargs)
+    report = report_on(trace)
     trees = arguments_of((params, *args), argnums).values()
     asked = frozenset(path.place for tree in trees for path in tree.paths)
     parts = [*_parts(report, asked)]
-    if not parts:
-        warn_once(_nothing(report), Place.here(), UserWarning)
+    for doubt in _doubts(trace, report):
+        warn_once(doubt, Place.here(), UserWarning)
     return filters.Trained(tuple(parts) or (filters.Derived(frozenset(), asked),))
 
 
@@ -121,6 +125,50 @@ def _parts(
         )
         is_part = isinstance(decision, filters.Part)
         yield variables & decision.elements if is_part else variables
+
+
+def _doubts(trace: Traced, report: GradientFlow) -> Iterator[str]:
+    """Yields what is to be said of a filter that may be another one at a later step."""
+    every = range(len(report.names))
+    if not any(report.live):
+        yield _nothing(report)
+    untrained = [
+        report.names[n]
+        for n in every
+        if trace.parameters[n].wanted and is_differentiable(report.shapes[n])
+        if report.trained(n) is not True
+    ]
+    if trace.numbers and untrained:
+        yield _for_numbers(trace, report, untrained)
+    by_rest = [n for n in every if report.trained(n) != report.trained(n, [0])]
+    if trace.may_have_aux and by_rest:
+        yield _by_rest(trace, [report.names[n] for n in by_rest])
+
+
+def _for_numbers(trace: Traced, report: GradientFlow, untrained: Sequence[str]) -> str:
+    """What to say if a number may decide what a function trains."""
+    argument = next(iter(trace.numbers)).partition('/')[0]
+    return (
+        f'sg.live: {trace.name} asks for the value of {listed([*trace.numbers])}, so '
+        f'the filter holds for {", ".join(report.numbers)} alone.\n'
+        f'With it {listed(untrained)} is not trained, or in part. If another step '
+        'trains that, sg.freeze(tx, ~live) keeps it frozen all the same.\n'
+        'Write what JAX can trace: jnp.where(step < k, a, b), or a block of '
+        'sg.where(where) & (step < k).\n'
+        'If the number never changes, bind it: '
+        f'functools.partial(fun, {argument}=...).'
+    )
+
+
+def _by_rest(trace: Traced, names: Sequence[str]) -> str:
+    """What to say if only what stands behind the first output trains a parameter."""
+    return (
+        f'sg.live: {trace.name} returns a tuple, and its first output alone does not '
+        f'train {listed(names)}.\n'
+        'If this is the loss, and statistics or metrics stand behind it, '
+        'sg.freeze(tx, ~live) leaves to the optimizer what has no gradient.\n'
+        'Write sg.live(..., has_aux=True). If all are losses, return a dict of them.'
+    )
 
 
 def _nothing(report: GradientFlow) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
-from flax_sg.flow.zeros import Mask, zeros_of
+from flax_sg.flow.zeros import Mask, Value, zeros_of
 from flax_sg.internals import jaxprs
 
 
@@ -138,7 +138,7 @@ def _zeros_of(
         closed = jax.make_jaxpr(pulled_back)(shapes, cotangent)
     except Exception as error:
         raise RefusedError(output) from error
-    return zeros_of(closed)
+    return zeros_of(closed, Value.of_closed_over)
 
 
 def without_stops(program: Any) -> Any:

@@ -114,6 +114,8 @@ class GradientFlow(Shown):
         conditions: for each output, and in it for each parameter, the line that stops
             it by a condition, ``where & (step < k)``; ``''`` if none does. Such a
             parameter ``'flows'``.
+        numbers: the numbers among the arguments for which alone the report holds, as
+            ``'step=0'``: the function asks for their values.
     """
 
     title = 'Which output trains which part'
@@ -128,6 +130,7 @@ class GradientFlow(Shown):
     )
     arguments: tuple[tuple[int, str], ...] = ()
     conditions: tuple[tuple[str, ...], ...] = ()
+    numbers: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs cannot be pickled.
@@ -339,6 +342,8 @@ class GradientFlow(Shown):
             pairs = (f'{name} is {n}' for n, name in self.arguments)
             lines.append(f'In paths and filters, {", ".join(pairs)}.')
         lines += by_condition(self.conditions, self._labels)
+        if self.numbers:
+            lines.append(f'It holds for {", ".join(self.numbers)} alone.')
         idle: dict[bool, list[str]] = {}
         for n in every:
             if not self.trained(n):

@@ -21,6 +21,20 @@ from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of
 from flax_sg.trees.trainable import Declared, chosen, states
 
 
+class Parameter(NamedTuple):
+    """A leaf of the differentiated arguments.
+
+    Attributes:
+        path: its path.
+        slots: the indices of its arrays among the inputs of the program.
+        wanted: whether ``wrt`` means it, or which part of it.
+    """
+
+    path: Path
+    slots: tuple[int, ...]
+    wanted: bool | filters.Part
+
+
 class Traced(NamedTuple):
     """A function that was traced on shapes.
 
@@ -28,16 +42,23 @@ class Traced(NamedTuple):
         program: from the arrays in the arguments to those that are returned, without
             ``aux``. Parameters that nobody asks about are stopped where they come in.
         outputs: the name of each array that is returned.
-        parameters: the path of each leaf of the differentiated arguments, and the
-            indices of its arrays among the inputs of the program.
+        parameters: the leaves of the differentiated arguments.
         arguments: if several arguments hold parameters, the position of each, and the
             name that the function gives it.
+        name: what the user calls the function.
+        numbers: the numbers of Python whose values the function asks for, by their
+            names. The program has been traced for these values.
+        may_have_aux: whether the function returns a tuple that begins with one number,
+            as ``(loss, new_statistics)``.
     """
 
     program: ClosedJaxpr
     outputs: tuple[str, ...]
-    parameters: list[tuple[Path, tuple[int, ...]]]
+    parameters: list[Parameter]
     arguments: tuple[tuple[int, str], ...]
+    name: str
+    numbers: dict[str, Any]
+    may_have_aux: bool
 
 
 def traced(
@@ -73,9 +94,17 @@ def traced(
             f'{function.name} returns nothing: no gradient can come from there.\n'
             'Return the loss, or several in a dict.'
         )
-    names = {} if isinstance(argnums, int) else names_of_arguments(function.run)
-    named = tuple((n, names[n]) for n in arguments.own if n in names)
-    return Traced(program, tuple(outputs), arguments.parameters(), named)
+    names = names_of_arguments(function.run)
+    own = () if isinstance(argnums, int) else arguments.own
+    return Traced(
+        program,
+        tuple(outputs),
+        arguments.parameters(),
+        tuple((n, names[n]) for n in own if n in names),
+        function.name,
+        arguments.constant_numbers(names),
+        function.may_have_aux,
+    )
 
 
 def _program(trace: Callable[..., ClosedJaxpr], arguments: _Arguments) -> ClosedJaxpr:
@@ -96,6 +125,8 @@ def _program(trace: Callable[..., ClosedJaxpr], arguments: _Arguments) -> Closed
     return trace(arguments.inputs)
 
 
+# A number of Python may be another one at the next step. A bool is a flag.
+_NUMBERS = int, float, complex
 # A leaf of the arguments: the position of its argument, and its index in that.
 _Key: TypeAlias = tuple[int, int]
 
@@ -106,8 +137,8 @@ class _Arguments:
     Attributes:
         own: the arguments that hold parameters, by their position.
         inputs: the leaves that are traced. All others are constants of the program.
-        numbers: those of them that are real or complex numbers of Python beside the
-            parameters. The weight of a loss may be 0.0 now, and another number later.
+        numbers: those of the leaves that are numbers of Python, and no parameters. The
+            weight of a loss, or a step, may be 0 now, and another number later.
     """
 
     def __init__(
@@ -133,26 +164,39 @@ class _Arguments:
             (n, k): leaf
             for n, tree in enumerate(self._trees)
             for k, leaf in enumerate(tree.values)
-            if self._is_traced(n, leaf)
+            if holds_arrays(leaf) or type(leaf) in _NUMBERS
         }
-        self.numbers = [
-            (n, k)
-            for n, k in self.inputs
-            if n not in self.own and type(self.inputs[n, k]) in (float, complex)
-        ]
-
-    def _is_traced(self, n: int, leaf: Any) -> bool:
-        """Whether a leaf of an argument is an input of the program.
-
-        A number of Python is a parameter in an argument that is differentiated. In any
-        other, an integer or a bool is a size or a flag, by which the function branches.
-        """
-        is_number = n in self.own and is_differentiable(leaf)
-        return holds_arrays(leaf) or is_number or type(leaf) in (float, complex)
+        self.numbers = {
+            (n, k): leaf
+            for (n, k), leaf in self.inputs.items()
+            if type(leaf) in _NUMBERS
+            and not (n in self.own and is_differentiable(leaf))
+        }
 
     def hold_parameters(self) -> bool:
         """Whether there is anything to differentiate."""
-        return any(n in self.own for n, _ in self.inputs)
+        return any(n in self.own for n, _ in {*self.inputs} - {*self.numbers})
+
+    def constant_numbers(self, names: Mapping[int, str]) -> dict[str, Any]:
+        """The numbers that are no inputs, by their names.
+
+        Args:
+            names: the names of the arguments, by their position.
+        """
+        return {
+            self._name_of((n, k), names): number
+            for (n, k), number in self.numbers.items()
+            if (n, k) not in self.inputs
+        }
+
+    def _name_of(self, key: _Key, names: Mapping[int, str]) -> str:
+        """What a user calls a leaf of the arguments: ``'step'``, ``'config/steps'``."""
+        n, k = key
+        keys = self._trees[n].key_paths[k]
+        path = jax.tree_util.keystr(keys, simple=True, separator='/')
+        if n == len(self._trees) - 1:  # A keyword argument.
+            return path
+        return '/'.join(filter(None, (names.get(n, f'argument {n}'), path)))
 
     def restored(self, arrays: Mapping[_Key, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments and keyword arguments, with tracers in place of ``inputs``."""
@@ -175,16 +219,18 @@ class _Arguments:
         path, decision = self._decisions[key]
         return array if decision is True else _stopped(array, decision, path)
 
-    def parameters(self) -> list[tuple[Path, tuple[int, ...]]]:
-        """The path of each parameter, and the indices of its arrays in the program."""
+    def parameters(self) -> list[Parameter]:
+        """The parameters, without what is no array."""
         of_state = itertools.chain(*(states(tree.tree) for tree in self.own.values()))
         slots = self._slots()
         return [
-            (path, slots[key])
+            Parameter(path, slots[key], decision)
             for (key, (path, decision)), is_state in zip(
                 self._decisions.items(), of_state, strict=True
             )
-            if key in slots and not _is_left_out(decision, is_state)
+            if key in slots
+            and key not in self.numbers
+            and not _is_left_out(decision, is_state)
         ]
 
     def _slots(self) -> dict[_Key, tuple[int, ...]]:

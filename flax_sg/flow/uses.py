@@ -87,6 +87,16 @@ def _by_condition(flat: Flat, step: Step) -> bool:
     return False
 
 
+def _is_constant(flat: Flat, value: int | None) -> bool:
+    """Whether a value is a constant, or one in another form."""
+    while value is not None:
+        maker = flat.makers.get(value)
+        if maker is None or maker.name not in _SAME_VALUE | {'not'}:
+            return False
+        value = maker.ins[0]
+    return True
+
+
 def uses(flat: Flat, slots: Iterable[int], output: int) -> tuple[Use, ...]:
     """The uses of a parameter for an output, in the order of the program.
 
@@ -174,7 +184,9 @@ def _uses(
         for taken in together:
             others = [other for other in together if other is not taken]
             if step.name == 'select_n':
-                others = [other for other in others if not other.is_part]
+                # Of a constant mask the proof knows which elements it takes.
+                known = _is_constant(flat, step.ins[0])
+                others = [x for x in others if not (known or x.is_part)]
             elif step.name not in _OVERWRITE or taken.position:
                 # Zeros in some rows are no choice: no part of the parameter is there.
                 others = []

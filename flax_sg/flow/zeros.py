@@ -49,6 +49,17 @@ class Value(NamedTuple):
             return nothing(np.ndim(value))
         return cls(zero, ~zero & (np.asarray(value).dtype == bool))
 
+    @classmethod
+    def of_closed_over(cls, value: Any) -> Value:
+        """What is known of an array that a function of the user closes over.
+
+        One of zeros may be a queue that is filled later, or an example in place of
+        data: nothing is known of it. Masks are bools, or have other elements, too.
+        """
+        known = cls.of_constant(value)
+        is_mask = getattr(value, 'dtype', None) == np.bool_
+        return nothing(np.ndim(value)) if known.zero.all() and not is_mask else known
+
     @property
     def key(self) -> Hashable:
         """Equal if the same is known."""
@@ -115,16 +126,24 @@ _TOGETHER = {
 _PRODUCTS = frozenset(('dot_general', 'conv_general_dilated', 'ragged_dot_general'))
 
 
-def zeros_of(program: Any) -> list[Mask]:
-    """The elements of each output of a closed jaxpr that are zero."""
+def zeros_of(
+    program: Any, constant: Callable[[Any], Value] = Value.of_constant
+) -> list[Mask]:
+    """The elements of each output of a closed jaxpr that are zero.
+
+    Args:
+        program: the jaxpr.
+        constant: what is known of an array that it closes over.
+    """
     inputs = [nothing(_rank(var)) for var in program.jaxpr.invars]
-    return [small(out.zero) for out in Zeros().of(program, inputs)]
+    return [small(out.zero) for out in Zeros(constant).of(program, inputs)]
 
 
 class Zeros:
     """Follows zeros through programs; remembers what it has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, constant: Callable[[Any], Value]) -> None:
+        self._constant = constant
         # By the id of the jaxpr and what is known of its inputs. The jaxpr is kept, so
         # that no other one gets its id.
         self._seen: dict[Hashable, tuple[Any, list[Value]]] = {}
@@ -143,7 +162,7 @@ class Zeros:
 
     def _walk(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
         opened, consts = jaxprs.opened(jaxpr), getattr(jaxpr, 'consts', ())
-        constants = zip(opened.constvars, map(Value.of_constant, consts), strict=False)
+        constants = zip(opened.constvars, map(self._constant, consts), strict=False)
         given = (*zip(opened.invars, inputs, strict=True), *constants)
         values_of = {var: value.of_variable(var) for var, value in given}
 

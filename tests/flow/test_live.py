@@ -233,18 +233,163 @@ def test_a_weight_of_a_loss_may_be_zero_for_now(how):
     oracle.assert_same(grads, jax.grad(loss)(params, 0.5))
 
 
-def test_a_function_may_ask_for_a_number():
-    def loss(params, rate, flag):
-        if rate > 0.0 and flag:
-            return jnp.sum(params['b'] * rate)
-        return jnp.sum(params['a'])
+def in_steps(params: Any, grad: Any, tx: Any) -> Any:
+    """Four jitted steps of an optimizer on a loss of the parameters and the step."""
 
-    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
-    assert sg.live(loss, params, 0.0, True)(sg.Path.of('params', ('a',)))
-    assert not sg.live(loss, params, 0.5, True)(sg.Path.of('params', ('a',)))
-    # The other numbers stay inputs.
-    weighted = lambda p, weight, rate: loss(p, rate, True) + weight * p['c']  # noqa: E731
-    live = sg.live(weighted, {**params, 'c': 1.0}, 0.0, 0.5)
-    assert repr(live) == "<live: 'b', 'c'>"
+    @jax.jit
+    def step(params: Any, state: Any, n: Any) -> Any:
+        updates, state = tx.update(grad(params, n), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for n in range(4):
+        params, state = step(params, state, n)
+    return params
+
+
+STEPS: dict[str, Any] = {
+    'a weight': lambda p, n: jnp.sum(p['a'] ** 2) + n * jnp.sum(p['b'] ** 2),
+    'a condition': lambda p, n: jnp.sum(
+        p['a'] ** 2 * jnp.where(n < 2, lax.stop_gradient(p['b']), p['b'])
+    ),
+    'a ramp': lambda p, n: jnp.sum(p['a'] + jnp.minimum(1.0, n / 2) * p['b'] ** 2),
+}
+
+
+@pytest.mark.parametrize('name', STEPS)
+def test_a_step_that_is_an_int_is_another_one_later(name):
+    """JAX traces the 0 of the first step, too."""
+    loss, params = STEPS[name], {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    live = sg.live(loss, params, 0)
+    assert live == sg.live(loss, params, jnp.array(0))
+    tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    found = in_steps(params, sg.grad(loss, wrt=live), sg.freeze(tx, ~live))
+    oracle.assert_same(found, in_steps(params, jax.grad(loss), tx))
+
+
+def test_the_step_of_a_state_is_an_int_too():
+    """``TrainState.create`` begins with the int 0, beside the parameters."""
+
+    def loss(state):
+        return jnp.sum(state['params']['a']) + state['step'] * state['params']['b']
+
+    live = sg.live(loss, {'params': {'a': jnp.ones(2), 'b': 1.0}, 'step': 0})
+    assert repr(live) == "<live: 'a', 'b'>"
+    with pytest.raises(sg.errors.ArgumentTypeError, match='has no parameters'):
+        sg.live(lambda state: 0.0, {'step': 0})
+
+
+# For each function what it asks for, and what is said of it with the number 1.
+ASKS: dict[str, tuple[Any, str]] = {
+    'a flag': (lambda p, n: jnp.sum(p['a' if n < 2 else 'b']), 'b'),
+    'a weight': (lambda p, n: jnp.sum(p['a'] + max(0, n - 1) * p['b']), 'b'),
+    'a size': (
+        lambda p, n: sum(jnp.sum(p[name]) for name in list(p)[: range(n).stop]),
+        'b',
+    ),
+    'a stop': (
+        lambda p, n: jnp.sum(p['a'] * (lax.stop_gradient(p['b']) if n else p['b'])),
+        'b',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', ASKS)
+def test_a_number_that_a_function_asks_for_is_named(name):
+    asks, untrained = ASKS[name]
+
+    def loss(params, step, weight, flag=True):
+        return weight * params['c'] + (asks(params, step) if flag else 0.0)
+
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2), 'c': 1.0}
+    with pytest.warns(UserWarning, match='asks for the value of step') as warned:
+        live = sg.live(loss, params, 1, 0.0)
+    [text] = [str(each.message) for each in warned]
+    assert 'holds for step=1 alone' in text
+    assert f'With it {untrained} is not trained' in text
+    assert 'functools.partial(fun, step=...)' in text
+    # The weight stays an input, of which nothing is known.
+    assert repr(live) == "<live: 'a', 'c'>"
+    assert 'It holds for step=1 alone.' in str(sg.gradient_flow(loss, params, 1, 0.0))
+    # Nothing is said of what is bound, of flags, and where everything is trained.
+    assert sg.live(lambda p, w: loss(p, 1, w), params, 0.0) == live
+    sg.live(lambda p, n: jnp.sum(p['a'] + jnp.zeros(n)), {'a': jnp.ones(2)}, 2)
+
+
+def test_a_number_has_the_name_of_its_argument():
+    def loss(params, *rest, config):
+        return params['a'] if config['steps'][0] > 2 or rest[0] else params['b']
+
+    params = {'a': jnp.ones(()), 'b': jnp.ones(())}
+    with pytest.warns(UserWarning, match=r'of argument 1, config/steps/0,') as warned:
+        sg.live(loss, params, 0, config={'steps': [1]})
+    assert 'for argument 1=0, config/steps/0=1 alone' in str(warned[0].message)
     with pytest.raises(ZeroDivisionError):
         sg.live(lambda params, x: jnp.sum(params['a']) / (1 // 0), params, 1.0)
+
+
+def test_statistics_beside_a_loss_train_nothing():
+    """``jax.grad`` raises there without ``has_aux=True``."""
+    x = jnp.arange(15.0).reshape(3, 5)
+
+    def loss(params, x):
+        h = jnp.dot(x, params['body'])
+        value = jnp.mean(jnp.dot(lax.stop_gradient(h), params['head']) ** 2)
+        return value, {'mean': h.mean(0)}
+
+    params = {'body': jnp.ones((5, 2)), 'head': jnp.ones(2)}
+    with pytest.warns(UserWarning, match='does not train body') as warned:
+        sg.live(loss, params, x)
+    assert 'has_aux=True' in str(warned[0].message)
+    live = sg.live(loss, params, x, has_aux=True)
+    assert repr(live) == "<live: 'head'>"
+    # Nothing is said where it makes no difference, of losses in a dict, or of a model.
+    both = sg.live(lambda p: dict(enumerate(loss(p, x))), params)
+    assert repr(both) == "<live: 'body', 'head'>"
+    same = sg.live(lambda p: (loss(p, x)[0], p['head'] * 2), params)
+    assert same == live
+
+
+@pytest.mark.parametrize('how', ['queue', 'number', 'example', 'jitted'])
+def test_zeros_that_a_loss_closes_over_may_be_others_later(how):
+    zeros = {
+        'queue': jnp.zeros(2),
+        'number': jnp.array(0.0),
+        'example': np.zeros(2, np.uint8),  # a picture
+        'jitted': jnp.zeros(2),
+    }
+    rows = [zeros[how]]
+
+    def of_b(b):
+        return jnp.sum(jnp.asarray(rows[0], jnp.float32) * b)
+
+    def loss(params):
+        fn = jax.jit(lambda b: of_b(b)) if how == 'jitted' else of_b
+        return jnp.sum(params['a'] ** 2) + fn(params['b'])
+
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    live = sg.live(loss, params)
+    rows[0] = rows[0] + 1
+    grads = sg.grad(loss, wrt=live)(params)
+    oracle.assert_same(grads, jax.grad(loss)(params))
+
+
+def test_a_mask_of_bools_that_a_loss_closes_over_stops_what_it_says():
+    """The mask of a leaf may be the same everywhere: that is no choice by data."""
+    masks = {
+        'a': jnp.array([True, False]),
+        'b': jnp.zeros(2, bool),
+        'c': jnp.ones(2, bool),
+    }
+
+    def loss(params):
+        stop = jax.lax.stop_gradient
+        params = {n: jnp.where(masks[n], w, stop(w)) for n, w in params.items()}
+        return jnp.sum(params['a'] * params['b'] * params['c'])
+
+    params = dict.fromkeys(masks, jnp.ones(2))
+    live = sg.live(loss, params)
+    assert repr(live) == "(<live: 'a'> & Index(np.s_[0:1])) | <live: 'c'>"
+    mask = sg.mask(params, frozen=~live)
+    assert (mask['b'], mask['c']) == (True, False)
+    assert mask['a'].tolist() == [False, True]

@@ -278,7 +278,7 @@ PROGRAMS: dict[str, tuple[Fn, str, str]] = {
     'linear_solve': (lambda a, b: jnp.linalg.solve(jnp.diag(stop(b)), a), F, S),
     'called_back_on_what_is_stopped': (called_back_on_what_is_stopped, F, U),
     'a_key': (lambda a, b: a * jax.random.uniform(jax.random.key(0), (3,)), F, U),
-    'split': (lambda a, b: sum(jnp.split(a * np.zeros(3, np.float32), 3)), S, U),
+    'split': (lambda a, b: sum(jnp.split(a * jnp.zeros(3), 3)), S, U),
     'padding': (lambda a, b: lax.pad(a, 0.0, [(-1, 2, 0)]), F, U),
     'padding_within': (lambda a, b: lax.pad(a, 0.0, [(0, 1, 1)]), F, U),
     'a_mask_and_not': (lambda a, b: jnp.where(~(b > 1.0), a, 0.0), F, S),
