@@ -36,6 +36,7 @@ from flax_sg.filters.indices import within as within
 from flax_sg.filters.names import BoolTree, Collection, is_bool
 from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
+from flax_sg.filters.names import conditional as conditional
 from flax_sg.filters.names import plain as plain
 from flax_sg.filters.of_type import of_type
 from flax_sg.filters.paths import Path

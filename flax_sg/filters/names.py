@@ -15,7 +15,7 @@ from flax import traverse_util
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters.conditions import Condition
-from flax_sg.filters.expressions import Atom, Need
+from flax_sg.filters.expressions import Atom, Filter, Need
 from flax_sg.filters.hints import nearest
 from flax_sg.filters.indices import Mask, Part
 from flax_sg.filters.paths import Owner, Path, all_paths, names_in
@@ -316,6 +316,16 @@ class Derived(Atom):
         if self.conditional:
             text += f', with a condition on {_some(self.conditional)}'
         return f'<{text}>'
+
+
+def conditional(where: Filter) -> frozenset[tuple[str, tuple[str, ...]]]:
+    """The variables in a filter of which ``sg.live`` knows that a condition stops them.
+
+    >>> conditional(~Derived(frozenset(), frozenset()))
+    frozenset()
+    """
+    derived = (atom for atom in where.atoms if isinstance(atom, Derived))
+    return frozenset().union(*(atom.conditional for atom in derived))
 
 
 def _some(variables: Iterable[tuple[str, tuple[str, ...]]]) -> str:

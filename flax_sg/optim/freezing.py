@@ -15,7 +15,7 @@ from jax.dtypes import float0
 from jax.sharding import AxisType
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import raised_by, wrong_argument
+from flax_sg.errors.texts import listed, raised_by, wrong_argument
 from flax_sg.filters.several import takes_one
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.tracing import Tracer
@@ -105,6 +105,33 @@ class Freeze:
                 Place.here(),
             )
 
+    def _warn_of_conditions(self, leaves: Leaves, trained: Sequence[Any]) -> None:
+        """Warns of parameters that a loss holds for a while, and ``tx`` updates.
+
+        ``sg.live`` knows that there is a condition, and cannot carry it.
+        """
+        if isinstance(self.where, Declared):
+            return
+        held = filters.conditional(self.where)
+        moved = [
+            path
+            for path, part in zip(leaves.paths, trained, strict=True)
+            if path.place in held
+            and part
+            and not (isinstance(part, filters.Part) and part.is_conditional)
+        ]
+        if moved:
+            warn_once(
+                f'sg.freeze(tx, ~live): a condition in the loss stops {listed(moved)} '
+                'for a while, and the optimizer moves that meanwhile, by weight decay '
+                'and momentum.\n'
+                'In the step, give sg.freeze the condition as well: '
+                'sg.freeze(tx, [~live, where & (step < k)]). The state is that of '
+                'sg.freeze(tx, ~live).',
+                Place.here(),
+                UserWarning,
+            )
+
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
@@ -113,6 +140,7 @@ class Freeze:
             if name in extra:
                 raise _of_all_parameters(name, extra)
         leaves, trained = self._parameters(updates if params is None else params)
+        self._warn_of_conditions(leaves, trained)
         parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
         with inside(trained):
             shown = pruned(leaves, trained)
@@ -182,7 +210,8 @@ def freeze(
     [-1.0]
 
     A filter may have a traced condition, ``where & (step < k)``: the page "Train in
-    stages" shows a step that thaws. The page "Optimizers" tells the rest.
+    stages" shows a step that thaws. If the loss has a condition, give it here as well:
+    ``[~live, where & (step < k)]``. The page "Optimizers" tells the rest.
 
     Args:
         tx: an optax transformation, or ``optax.MultiSteps``.

@@ -225,3 +225,49 @@ def test_without_parameters_and_within_a_chain():
     for n in 0, 2:
         found = update(n)[1][1]
         oracle.assert_same(found, where_last(state, after, jnp.array(n < 2)))
+
+
+def test_a_condition_in_the_loss_has_to_be_given_to_the_optimizer_too(recwarn):
+    """``sg.live`` knows that there is one, and cannot carry it."""
+    held = lambda n: sg.where('last/**') & (n < 2)  # noqa: E731
+
+    def loss(params: Any, n: Any) -> Any:
+        p = sg.stop_gradient(params, held(n))
+        x = jnp.tanh(jax.lax.stop_gradient(X @ p['body']['w']) + p['body']['b'][None])
+        return jnp.sum((p['count'] * (x @ p['last']['w']) + p['last']['b'][None]) ** 2)
+
+    live = sg.live(loss, PARAMS, 0)
+    assert repr(live & True).count('condition on') == 1
+    sgd = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    plain, grad = sg.freeze(sgd, ~live), sg.grad(loss, wrt=live)
+
+    def three(filters: Any) -> Any:
+        @jax.jit
+        def step(params: Any, state: Any, n: Any) -> Any:
+            tx = sg.freeze(sgd, filters(n))
+            updates, state = tx.update(grad(params, n), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params, state = PARAMS, plain.init(PARAMS)
+        for n in range(4):
+            params, state = step(params, state, n)
+        return params
+
+    found = three(lambda n: [~live, held(n)])
+    assert not recwarn.list
+    # By hand: the weights of last, and their moments, begin with the third step.
+    params = PARAMS
+    state = sgd.init(PARAMS)
+    for n in range(4):
+        grads = jax.jit(jax.grad(loss))(params, n)
+        updates, after = sgd.update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        params, state = where_last(params, new, n < 2), where_last(state, after, n < 2)
+        params['body']['w'] = PARAMS['body']['w']
+    oracle.assert_same(found, params)
+    # Without the condition the held weights decay: that is said, once in a line.
+    with pytest.warns(UserWarning, match='stops last/b, last/w for a while') as warned:
+        three(lambda n: ~live)
+    assert len({str(each.message) for each in warned}) == 1
+    assert '[~live, where & (step < k)]' in str(warned[0].message)
+    three(lambda n: [~live, 'last/**'])
