@@ -270,4 +270,6 @@ def test_a_condition_in_the_loss_has_to_be_given_to_the_optimizer_too(recwarn):
         three(lambda n: ~live)
     assert len({str(each.message) for each in warned}) == 1
     assert '[~live, where & (step < k)]' in str(warned[0].message)
-    three(lambda n: [~live, 'last/**'])
+    # Nothing is said of what is frozen in any case.
+    frozen = sg.freeze(sgd, [~live, 'last/**'])
+    frozen.update(grad(PARAMS, 0), frozen.init(PARAMS), PARAMS)
