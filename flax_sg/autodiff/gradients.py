@@ -79,20 +79,23 @@ def value_and_grad(
         trees = arguments_of(args, argnums)
         split = Split.of(trees.values(), where, unused)
         fed: set[int] = set()
+        is_off = False
 
         watched = fun if has_aux else writes.watched(fun)
 
         @functools.wraps(fun, updated=())
         def fun_of_live(live: Sequence[Any]) -> Any:
+            nonlocal is_off
             live = live if judged is None else unfed.watched(live, fed)
             new = dict(zip(trees, split.join(live), strict=True))
-            given = (new.get(n, arg) for n, arg in enumerate(args))
-            return watched(*given, **kwargs)
+            out = watched(*(new.get(n, arg) for n, arg in enumerate(args)), **kwargs)
+            is_off = unfed.is_switched_off(out)
+            return out
 
         both = jax.value_and_grad(fun_of_live, has_aux=has_aux, holomorphic=holomorphic)
         live = [leaf for _, leaf in split.live]
         value, gradients = both(live)
-        if judged is not None and (fed or not unfed.is_constant(fun_of_live, live)):
+        if judged is not None and not is_off:
             unfed.warn(describe(fun), judged, [path for path, _ in split.live], fed)
         grads = split.form(absent)(gradients)
         return value, grads if isinstance(argnums, Sequence) else grads[0]

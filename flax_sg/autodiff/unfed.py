@@ -7,7 +7,7 @@ that function with the cotangents. So this costs no run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from flax_sg import filters
 from flax_sg.filters.paths import Path
-from flax_sg.internals import jaxprs
 from flax_sg.internals.places import Place, warn_once
 
 
@@ -67,30 +66,10 @@ def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -
             )
 
 
-def is_constant(fun: Callable[..., Any], live: Sequence[Any]) -> bool:
-    """Whether a function computes its first result from numbers alone.
+def is_switched_off(out: Any) -> bool:
+    """Whether a function returned a number of Python or NumPy, as ``return 0.0`` does.
 
-    So does a loss that is switched off, ``return 0.0``: no filter is to blame for it.
+    So does a loss that is switched off: no filter is to blame for it. What JAX has
+    computed looks alike, whether it was computed of stopped parameters or of none.
     """
-    try:
-        closed = jax.make_jaxpr(lambda live: jax.tree.leaves(fun(live))[0])(live)
-    except jax.errors.JAXTypeError:  # The function asks for values.
-        return False
-    sources = _sources(closed.jaxpr, closed.jaxpr.outvars)
-    inputs = {id(var) for var in closed.jaxpr.invars}
-    return all(id(var) not in inputs and var.aval.shape == () for var in sources)
-
-
-def _sources(jaxpr: Any, outputs: Sequence[Any]) -> list[Any]:
-    """The inputs, constants and literals that some variables of a jaxpr come from."""
-    needed = {id(var): var for var in outputs}
-    for eqn in reversed(jaxpr.eqns):
-        used = [n for n, var in enumerate(eqn.outvars) if needed.pop(id(var), None)]
-        given = eqn.invars if used else []
-        if used and eqn.primitive.name in jaxprs.JITTED:
-            body = jaxprs.body_of(eqn)
-            outer = dict(zip(map(id, body.invars), eqn.invars, strict=True))
-            inside = _sources(body, [body.outvars[n] for n in used])
-            given = [outer.get(id(var), var) for var in inside]
-        needed.update((id(var), var) for var in given)
-    return [*needed.values()]
+    return not any(isinstance(x, jax.Array) for x in jax.tree.leaves(out)[:1])
