@@ -11,6 +11,7 @@ from flax.core import Scope
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.filters.expressions import Filter
+from flax_sg.filters.inputs import inputs_explained
 from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
 from flax_sg.internals import initializing, modules
@@ -67,6 +68,8 @@ def of_type(
     Raises:
         ArgumentTypeError: if ``cls`` is no class, and no tuple of classes.
         FilterTypeError: if no model is given.
+        ArgumentTypeError: if the model raises for variables, a random key or a filter
+            in the place of its inputs, or has none.
         UnknownNameError: later, if it is asked for a variable that the model lacks.
     """
     classes = cls if isinstance(cls, tuple) else (cls,)
@@ -140,7 +143,8 @@ def _variables(
         return out
 
     rngs = jax.eval_shape(lambda: jax.random.key(0))
-    made = initializing.variables_of(model, rngs, args, kwargs, note)
+    with inputs_explained('filters.of_type(cls, {})', model, args, kwargs):
+        made = initializing.variables_of(model, rngs, args, kwargs, note)
     for collection, tree in made.items():
         for names, inner, _ in names_in(tree):
             above = (at.get(names[:n], set()) for n in range(len(names) - 1))

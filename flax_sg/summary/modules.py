@@ -11,12 +11,13 @@ from flax.core.scope import DenyList
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief, unknown_choice
+from flax_sg.filters.inputs import inputs_explained
 from flax_sg.filters.paths import Path
 from flax_sg.flow import gradient_flow
 from flax_sg.flow.report import by_condition
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rendering import text
-from flax_sg.summary.programs import classes_of, inputs_explained, variables_of
+from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees.leaves import leaves_of
 
 _LINES, _WIDTH = 50, 80
@@ -93,13 +94,13 @@ def tabulate(
         mutable = options.pop('mutable', _STATE)  # For ``apply``: init makes all.
         rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
         run = model
-        with inputs_explained('tabulate', model, args, kwargs):
+        with inputs_explained('sg.tabulate({})', model, args, kwargs):
             tree, classes = variables_of(model, rngs, args, options)
         options |= {'rngs': rngs, 'mutable': mutable}
     parameters: list[Counted] = []
     notes: list[str] = []
     if leaves_of(tree).values:
-        with inputs_explained('tabulate', model, args, kwargs):
+        with inputs_explained('sg.tabulate({})', model, args, kwargs):
             report = gradient_flow(run, tree, *args, **options)
         for n, (path, shape) in enumerate(
             zip(report.parameters, report.shapes, strict=True)

@@ -10,10 +10,11 @@ from flax import linen
 
 from flax_sg import filters
 from flax_sg.errors.texts import shown, wrong_argument
+from flax_sg.filters.inputs import inputs_explained
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rendering import text
-from flax_sg.summary.programs import classes_of, inputs_explained, variables_of
+from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees import leaves
 from flax_sg.trees.absent import ABSENT, Absent
 from flax_sg.trees.trainable import states, variable_types
@@ -118,7 +119,7 @@ def paths(
     if isinstance(model, linen.Module):
         rngs = jax.eval_shape(lambda: jax.random.key(0)) if rngs is None else rngs
         kwargs.pop('mutable', None)  # ``init`` makes all.
-        with inputs_explained('paths', model, args, kwargs):
+        with inputs_explained('sg.paths({})', model, args, kwargs):
             tree, classes = variables_of(model, rngs, args, kwargs)
     elif args or kwargs:
         given = args[0] if args and isinstance(args[0], str) else 'encoder/**'

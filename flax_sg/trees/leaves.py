@@ -276,7 +276,15 @@ def fitting(path: Path, value: Any, other: Any) -> Any:
 
 def _form(value: Any) -> Any:
     leaves, treedef = jax.tree.flatten(value)
-    return treedef, [(getattr(x, 'dtype', type(x)), shape_of(x)) for x in leaves]
+    return treedef, [(_type_of(x), shape_of(x)) for x in leaves]
+
+
+def _type_of(leaf: Any) -> Any:
+    """The dtype of an array: of one of NumPy that which JAX makes of it."""
+    dtype = getattr(leaf, 'dtype', type(leaf))
+    if isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind in 'biufc':
+        return jax.dtypes.canonicalize_dtype(dtype)
+    return dtype
 
 
 def as_array(leaf: Any) -> Any:

@@ -114,6 +114,10 @@ CASES: dict[str, Any] = {
         lambda: of_type(fnn.Dense, {'params': PARAMS}),
         lambda: of_type(fnn.Dense, *OF),
     ),
+    'variables in place of inputs': (
+        lambda: of_type(fnn.Dense, OF[0], {'params': PARAMS}, OF[1]),
+        lambda: of_type(fnn.Dense, *OF),
+    ),
     'a Variable in place of a filter': lambda: as_filter(nnx.Param(jnp.ones(2))),
     'a name in braces': (
         lambda: split('{head,bdy}/w'),

@@ -108,9 +108,6 @@ CASES: dict[str, Any] = {
         lambda: sg.tabulate(fnn.Dense(2), {'params': {'kernel': 1.0}}, jnp.ones(2)),
         lambda: sg.tabulate(fnn.Dense(2), jnp.ones(2)),
     ),
-    'parameters as in a step': lambda: sg.tabulate(
-        fnn.Dense(2), {'body': {'kernel': 1.0}}, jnp.ones(2)
-    ),
     'a model without its variables': (
         lambda: sg.live(fnn.Dense(2), jnp.ones(2)),
         lambda: sg.live(fnn.Dense(2), fnn.Dense(2).init(KEY, jnp.ones(2)), jnp.ones(2)),

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -308,3 +309,30 @@ def test_other_values_for_a_number_of_python(own, other):
     model, target = Tempered(own), Tempered(other)
     view = nnx.substitute(model, target)
     assert view(jnp.ones(3)) == 0.75 and model(jnp.ones(3)) == 1.5
+
+
+@pytest.mark.parametrize('form', ['state', 'model', 'tree'])
+@pytest.mark.parametrize('value', [np.log(1 / 0.07), np.ones(2), np.arange(2)])
+def test_what_jax_makes_of_a_value_of_numpy_counts(value, form):
+    """The temperature of CLIP is a ``numpy.float64``, and its average is none."""
+
+    class Clip(nnx.Module):
+        def __init__(self):
+            self.temperature = nnx.Param(value)
+
+    model, average = Clip(), Clip()
+    average.temperature = nnx.Param(jnp.asarray(value) + 1)
+    state = nnx.state(average)
+    values = {
+        'state': state,
+        'model': average,
+        'tree': {'temperature': average.temperature[...]},
+    }
+    for one, other in ((model, values[form]), (average, nnx.state(model))):
+        view = nnx.substitute(one, other)
+        wanted = average if one is model else model
+        oracle.assert_same(
+            jnp.asarray(view.temperature[...]), jnp.asarray(wanted.temperature[...])
+        )
+    with pytest.raises(errors.StructureError, match='does not fit'):
+        nnx.substitute(model, {'temperature': jnp.zeros(jnp.shape(value), bool)})

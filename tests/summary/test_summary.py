@@ -1,5 +1,6 @@
 """`sg.tabulate` and `sg.paths`: what a model consists of, and what is trained of it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -409,14 +410,28 @@ def test_a_usual_model_is_read_on_a_screen_of_80_columns():
     assert shown(Transformer(), depth=1)[0].split() == ['module', 'class', *names]
 
 
-def test_an_error_in_a_model_that_takes_dicts_of_dicts_is_its_own():
-    class Model(linen.Module):
-        @linen.compact
-        def __call__(self, batch):
-            return linen.Dense(2)(batch['x']['ids'].nothing)
+class OfBatches(linen.Module):
+    @linen.compact
+    def __call__(self, batch, where=None):
+        h = linen.Dense(2)(batch['embedding'])
+        rows = where if where is not None else batch['mask']
+        if rows.shape != h.shape[:1]:
+            raise ValueError('mask and embedding differ in length')
+        return linen.LayerNorm()(h, mask=rows[:, None])
 
-    with pytest.raises(AttributeError, match='nothing'):
-        sg.tabulate(Model(), {'x': {'ids': jnp.ones((2, 2))}})
+
+@pytest.mark.parametrize('how', ['tabulate', 'paths', 'of_type', 'where'])
+def test_an_error_in_a_model_that_takes_a_dict_or_a_mask_is_its_own(how):
+    """A batch may have names of parameters, and ``where=`` may be a model's own."""
+    call = {
+        'paths': sg.paths,
+        'of_type': functools.partial(sg.filters.of_type, linen.LayerNorm),
+    }.get(how, sg.tabulate)
+    mask = jnp.ones(3, bool)
+    options = {'where': mask} if how == 'where' else {}
+    batch = {'embedding': jnp.ones((2, 3)), 'mask': mask, 'kernel': {'bias': mask}}
+    with pytest.raises(ValueError, match='^mask and embedding differ'):
+        call(OfBatches(), batch, **options)
 
 
 class Kept(nnx.Variable):
