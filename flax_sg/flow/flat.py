@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal
 
 from flax_sg.flow.pullback import Reach, has_tangent
-from flax_sg.internals import jaxprs
+from flax_sg.internals import jaxprs, primitives
 from flax_sg.internals.jaxprs import Bodies, opened
+from flax_sg.internals.primitives import Kind
 
 UNKNOWN = 'unknown'
-# Primitives whose n-th output depends on the n-th operand alone.
-_EACH_FOR_ITSELF = frozenset(('device_put', 'optimization_barrier', 'psum', 'psum2'))
+_BY_ITSELF = primitives.names_of(Kind.BY_ITSELF)
 
 
 class Site(NamedTuple):
@@ -84,7 +84,7 @@ class Step:
 
     def reaches(self) -> list[int]:
         """For each input a bit for each output that depends on it."""
-        if self.name in _EACH_FOR_ITSELF:
+        if self.name in _BY_ITSELF:
             return [1 << n for n in range(len(self.ins))]
         return [(1 << len(self.outs)) - 1] * len(self.ins)
 

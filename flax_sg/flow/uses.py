@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from flax_sg.flow.flat import Flat, Step
 from flax_sg.flow.pullback import has_tangent
-from flax_sg.internals import jaxprs
+from flax_sg.internals import jaxprs, primitives
+from flax_sg.internals.primitives import Kind
 
 
 class Use(NamedTuple):
@@ -25,19 +26,9 @@ class Use(NamedTuple):
     trains: bool
 
 
-# Primitives that return their inputs in another form.
-_SAME_VALUE = frozenset(
-    (
-        *('stop_gradient', 'convert_element_type', 'reduce_precision', 'copy', 'name'),
-        *('reshape', 'broadcast_in_dim', 'transpose', 'squeeze', 'copy_p'),
-        *('sharding_constraint', 'reshard', 'pvary', 'pcast', 'device_put'),
-        'optimization_barrier',
-    )
-)
-# Primitives that return some elements of their first input.
-_PARTS = frozenset(('slice', 'dynamic_slice', 'gather', 'split'))
-# Primitives that return their first input, with other elements in some places.
-_OVERWRITE = frozenset(('scatter', 'dynamic_update_slice'))
+_SAME_VALUE = primitives.names_of(Kind.SAME) | primitives.names_of(Kind.FORM)
+_PARTS = primitives.names_of(Kind.PARTS)
+_OVERWRITE = primitives.names_of(Kind.OVERWRITES)
 
 
 class Choice(NamedTuple):

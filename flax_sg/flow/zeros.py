@@ -18,8 +18,9 @@ import numpy as np
 from jax.extend.core import Literal
 from numpy.typing import NDArray
 
-from flax_sg.internals import jaxprs
+from flax_sg.internals import jaxprs, primitives
 from flax_sg.internals.jaxprs import Bodies
+from flax_sg.internals.primitives import Kind
 
 # Elements of a value. A mask has the rank of its value, and length 1 along axes where
 # all elements are alike.
@@ -93,37 +94,17 @@ def small(mask: Mask) -> Mask:
     return mask
 
 
-# Zeros stay where they are, in each operand for itself.
-_IN_PLACE = frozenset(
-    (
-        *('neg', 'sign', 'floor', 'ceil', 'round', 'abs', 'real', 'imag', 'conj'),
-        *('sin', 'tan', 'asin', 'atan', 'sinh', 'tanh', 'asinh', 'atanh', 'expm1'),
-        *('log1p', 'sqrt', 'cbrt', 'square', 'erf', 'erf_inv', 'copy', 'copy_p'),
-        *('convert_element_type', 'reduce_precision', 'stop_gradient', 'name'),
-        *('sharding_constraint', 'reshard', 'pvary', 'pcast', 'device_put'),
-        *('optimization_barrier', 'mesh_cast', 'layout_constraint'),
-    )
-)
-# All zeros of all zeros, in each operand for itself.
-_EACH = frozenset(
-    (
-        *('psum', 'psum2', 'psum_invariant', 'pmax', 'pmin', 'pbroadcast', 'ppermute'),
-        *('all_gather', 'all_gather_invariant', 'all_gather_reduced', 'all_to_all'),
-        *('reduce_scatter', 'unreduced_psum', 'sort', 'cumsum', 'cumprod', 'cummax'),
-        *('cummin', 'fft', 'reduce_window_sum', 'tile'),
-        *('dynamic_slice', 'top_k', 'select_and_scatter_add'),
-    )
-)
+_IN_PLACE = primitives.names_of(Kind.ZEROS_STAY)
+_EACH = primitives.names_of(Kind.ZEROS_OF_ZEROS)
+_PRODUCTS = primitives.names_of(Kind.PRODUCT)
 # All zeros if these operands are.
 _TOGETHER = {
-    **dict.fromkeys(('stack', 'clamp'), slice(None)),
+    'clamp': slice(None),
     **dict.fromkeys(('dynamic_update_slice', 'scatter_add'), slice(2)),
     **dict.fromkeys(('scatter', 'scatter-add', 'scatter-mul'), slice(0, 3, 2)),
     'select_and_gather_add': slice(1),
     'triangular_solve': slice(1, 2),
 }
-# All zeros if one of these operands is.
-_PRODUCTS = frozenset(('dot_general', 'conv_general_dilated', 'ragged_dot_general'))
 
 
 def zeros_of(
@@ -197,8 +178,8 @@ class Zeros:
             return [Value(_MEET[name](eqn, ins))]
         if name in _MOVES:
             return [Value(*(_MOVES[name](mask, eqn) for mask in ins[0]))]
-        if name == 'split':
-            return [Value(mask) for mask in _split(ins[0].zero, eqn)]
+        if name in _PARTS:
+            return [Value(mask) for mask in _PARTS[name](ins[0].zero, eqn)]
         if name == 'not':
             return [Value(ins[0].nonzero, ins[0].zero)]
         zeros, count = [value.zero.all() for value in ins], len(eqn.outvars)
@@ -303,6 +284,17 @@ def _split(mask: Mask, eqn: Any) -> list[Mask]:
     return [_cut(mask, [*rest[:axis], part, *rest[axis + 1 :]]) for part in parts]
 
 
+def _unstacked(mask: Mask, eqn: Any) -> list[Mask]:
+    axis, count = eqn.params['axis'], len(eqn.outvars)
+    size = mask.shape[axis]  # 1 if all rows are alike.
+    return [small(mask.take(n % size, axis)) for n in range(count)]
+
+
+# How primitives that return parts of their operand divide a mask.
+_PARTS: dict[str, Callable[[Mask, Any], list[Mask]]] = {
+    'split': _split,
+    'unstack': _unstacked,
+}
 _MOVES: dict[str, Callable[[Mask, Any], Mask]] = {
     'reshape': _reshaped,
     'slice': _sliced,
@@ -334,13 +326,23 @@ def _gathered(eqn: Any, ins: Sequence[Value]) -> Mask:
 
 
 def _joined(eqn: Any, ins: Sequence[Value]) -> Mask:
-    axis, masks = eqn.params['dimension'], [value.zero for value in ins]
+    axis = eqn.params['dimension']
+    sizes = [var.aval.shape[axis] for var in eqn.invars]
+    return _concatenated([value.zero for value in ins], sizes, axis)
+
+
+def _stacked(eqn: Any, ins: Sequence[Value]) -> Mask:
+    axis = eqn.params['axis']
+    rows = [np.expand_dims(value.zero, axis) for value in ins]
+    return _concatenated(rows, [1] * len(rows), axis)
+
+
+def _concatenated(masks: Sequence[Mask], lengths: Sequence[int], axis: int) -> Mask:
+    """The masks of arrays of these lengths along an axis, one behind the other."""
     if all(mask.all() for mask in masks) or not any(mask.any() for mask in masks):
-        return _all(ins)  # The mask stays small.
+        return functools.reduce(np.logical_and, masks)  # The mask stays small.
     sizes = np.max([mask.shape for mask in masks], 0)
-    shapes = (
-        (*sizes[:axis], var.aval.shape[axis], *sizes[axis + 1 :]) for var in eqn.invars
-    )
+    shapes = ((*sizes[:axis], n, *sizes[axis + 1 :]) for n in lengths)
     return np.concatenate([*map(np.broadcast_to, masks, shapes)], axis)
 
 
@@ -385,6 +387,7 @@ _MEET: dict[str, Callable[[Any, Sequence[Value]], Mask]] = {
     'reduce_sum': _reduced,
     **dict.fromkeys(('reduce_prod', 'reduce_max', 'reduce_min'), _reduced_some),
     'concatenate': _joined,
+    'stack': _stacked,
     'gather': _gathered,
     'select_n': _select,
     'pad': _padded,

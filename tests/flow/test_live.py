@@ -256,6 +256,7 @@ STEPS: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings('ignore:sg.freeze')  # By hand, what is held decays, too.
 @pytest.mark.parametrize('name', STEPS)
 def test_a_step_that_is_an_int_is_another_one_later(name):
     """JAX traces the 0 of the first step, too."""
@@ -393,3 +394,22 @@ def test_a_mask_of_bools_that_a_loss_closes_over_stops_what_it_says():
     mask = sg.mask(params, frozen=~live)
     assert (mask['b'], mask['c']) == (True, False)
     assert mask['a'].tolist() == [False, True]
+
+
+def test_rows_that_are_taken_apart_or_stacked_are_told_apart():
+    """Newer JAX has an operation for each of the two."""
+
+    def attention(params):
+        q, k, v = params['table']
+        return jnp.sum(q * lax.stop_gradient(k) * v)
+
+    live = sg.live(attention, {'table': jnp.ones((3, 2))})
+    mask = sg.mask({'table': jnp.ones((3, 2))}, trained=live)
+    assert mask['table'][:, 0].tolist() == [True, False, True]
+
+    def one_of(params):
+        return jnp.sum(jnp.stack([params['first'], params['second']])[0])
+
+    params = {'first': jnp.ones(2), 'second': jnp.ones(2)}
+    assert repr(sg.live(one_of, params)) == "<live: 'first'>"
+    sg.testing.assert_trains_only(one_of, 'first', params)

@@ -1,0 +1,139 @@
+"""What the primitives of JAX do, by their names: each stands in the table once.
+
+Analyses of programs ask it. A primitive that is in no row may do anything: its operands
+are all read, and nothing is known of its outputs. What needs the parameters of an
+equation, such as the axis of a sum, stands beside the analysis, in a table by name.
+
+Names are those of all supported versions: ``psum2`` is one of jax 0.7.2.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+
+class Kind(enum.Flag):
+    """What a primitive does."""
+
+    NOTHING = 0
+    """Nothing that an analysis may rely on."""
+    ELEMENTWISE = enum.auto()
+    """An element of the output is made of the same element of each operand."""
+    SAME = enum.auto()
+    """Its n-th output is its n-th operand, in another type or place."""
+    FORM = enum.auto()
+    """It returns all elements of its operand, in another form or order."""
+    PARTS = enum.auto()
+    """It returns some elements of its first operand."""
+    OVERWRITES = enum.auto()
+    """It returns its first operand, with other elements in some places."""
+    BY_ITSELF = enum.auto()
+    """Its n-th output depends on its n-th operand alone."""
+    ZEROS_STAY = enum.auto()
+    """Where an operand is zero, so is the output: each operand for itself."""
+    ZEROS_OF_ZEROS = enum.auto()
+    """An output is all zero if its operand is: each operand for itself."""
+    PRODUCT = enum.auto()
+    """The output is all zero if one of two operands is."""
+    CHEAP = enum.auto()
+    """It costs as much as reading its output from memory."""
+    RUNS = enum.auto()
+    """It runs another program."""
+
+
+_K = Kind
+_UNARY = _K.ELEMENTWISE | _K.ZEROS_STAY
+_SAME = _K.SAME | _K.BY_ITSELF | _K.ZEROS_STAY
+
+_ROWS: dict[str, Kind] = {
+    # Functions of one element, of which zero is zero.
+    'abs ceil erf expm1 floor log1p neg round sign sin sqrt square tanh': (
+        _UNARY | _K.CHEAP
+    ),
+    'asin asinh atan atanh cbrt conj erf_inv imag real sinh tan': _UNARY,
+    # Other functions of one element, or of several.
+    'add add_any and clamp cos div eq exp exp2 ge gt integer_pow is_finite le log': (
+        _K.ELEMENTWISE | _K.CHEAP
+    ),
+    'logistic lt max min mul ne not or pow rsqrt select_n sub xor': (
+        _K.ELEMENTWISE | _K.CHEAP
+    ),
+    'acos acosh atan2 bessel_i0e bessel_i1e clz complex cosh digamma eq_to erfc': (
+        _K.ELEMENTWISE
+    ),
+    'igamma igamma_grad_a igammac le_to lgamma log2 lt_to mulhi nextafter': (
+        _K.ELEMENTWISE
+    ),
+    'one_minus_square polygamma population_count random_clone random_fold_in': (
+        _K.ELEMENTWISE
+    ),
+    'random_seed regularized_incomplete_beta rem shift_left threefry2x32 zeta': (
+        _K.ELEMENTWISE
+    ),
+    'shift_right_arithmetic shift_right_logical': _K.ELEMENTWISE,
+    # Values as they are.
+    'convert_element_type copy copy_p stop_gradient': (
+        _SAME | _K.ELEMENTWISE | _K.CHEAP
+    ),
+    'name reduce_precision': _SAME | _K.ELEMENTWISE,
+    'pcast pvary': _SAME | _K.CHEAP,
+    'device_put layout_constraint mesh_cast optimization_barrier reshard': _SAME,
+    'sharding_constraint': _SAME,
+    # Elements that move.
+    'broadcast_in_dim expand_dims reshape rev squeeze transpose': _K.FORM | _K.CHEAP,
+    'slice split': _K.PARTS | _K.CHEAP,
+    'unstack gather': _K.PARTS,
+    'dynamic_slice': _K.PARTS | _K.ZEROS_OF_ZEROS,
+    'dynamic_update_slice scatter': _K.OVERWRITES,
+    'concatenate pad': _K.CHEAP,
+    'stack bitcast_convert_type': _K.NOTHING,
+    'tile sort top_k': _K.ZEROS_OF_ZEROS,
+    # Sums, products and the like.
+    'cummax cummin cumprod cumsum fft reduce_window_sum select_and_scatter_add': (
+        _K.ZEROS_OF_ZEROS
+    ),
+    'conv_general_dilated dot_general ragged_dot_general': _K.PRODUCT,
+    'scatter-add scatter-mul scatter_add select_and_gather_add': _K.NOTHING,
+    'argmax argmin cumlogsumexp reduce reduce_and reduce_max reduce_min': _K.NOTHING,
+    'reduce_or reduce_prod reduce_sum reduce_xor reduce_window': _K.NOTHING,
+    'reduce_window_max reduce_window_min scatter-max scatter-min': _K.NOTHING,
+    'approx_top_k scatter-sub select_and_scatter': _K.NOTHING,
+    # Matrices.
+    'cholesky eig eigh hessenberg householder_product lu qr schur svd': _K.NOTHING,
+    'triangular_solve tridiagonal tridiagonal_solve custom_linear_solve': _K.NOTHING,
+    # What needs no operand, or makes random numbers.
+    'iota': _K.CHEAP,
+    'axis_index empty2 random_bits random_gamma random_split random_unwrap': (
+        _K.NOTHING
+    ),
+    'random_wrap rng_bit_generator rng_uniform': _K.NOTHING,
+    # Between devices.
+    'psum psum2': _K.BY_ITSELF | _K.ZEROS_OF_ZEROS,
+    'all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast': (
+        _K.ZEROS_OF_ZEROS
+    ),
+    'pmax pmin ppermute psum_invariant reduce_scatter unreduced_psum': (
+        _K.ZEROS_OF_ZEROS
+    ),
+    'ragged_all_to_all': _K.NOTHING,
+    # Mutable arrays, tokens, and what JAX keeps for itself.
+    'after_all create_token dce_sink get swap polynomial': _K.NOTHING,
+    # Programs, which every analysis walks in its own way.
+    'call call_hi_primitive checkpoint closed_call cond core_call custom_lin': _K.RUNS,
+    'custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call': _K.RUNS,
+    'eval_jaxpr jit pjit remat remat2 scan shard_map stage while xla_pmap': _K.RUNS,
+}
+KINDS: dict[str, Kind] = {
+    name: kind for names, kind in _ROWS.items() for name in names.split()
+}
+
+
+@functools.cache
+def names_of(kind: Kind) -> frozenset[str]:
+    """The names of the primitives that do all of this.
+
+    >>> 'slice' in names_of(Kind.PARTS), 'slice' in names_of(Kind.PARTS | Kind.FORM)
+    (True, False)
+    """
+    return frozenset(name for name, does in KINDS.items() if kind in does)
