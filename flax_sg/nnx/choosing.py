@@ -14,7 +14,6 @@ from flax import nnx
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part_in_nnx
 from flax_sg.filters.paths import Path
-from flax_sg.filters.several import takes_one
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.nnx.asking import IN_VARIABLES, ask, parameters
 from flax_sg.nnx.views import VIEWS
@@ -60,7 +59,6 @@ class Chosen(filters.Derived):
         return False
 
 
-@takes_one('nnx.where(model, {})')
 def where(
     model: Any, where: filters.Where, *, kind: Any = parameters, unused: str = 'raise'
 ) -> Chosen:
@@ -205,7 +203,6 @@ class DiffState(nnx.DiffState):
             what is frozen, as ``~sg.live(...)`` is.
     """
 
-    @takes_one('nnx.DiffState(argnum, {})', 'filter')
     def __init__(self, argnum: int, filter: Any) -> None:
         super().__init__(argnum, for_nnx(filter, f'nnx.DiffState({argnum}, {{}})'))
 
