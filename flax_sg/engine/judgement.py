@@ -15,7 +15,6 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, root_of, thread
-from flax_sg.engine.earlier_lines import line_before
 from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import selects, wants
 from flax_sg.filters.paths import Path
@@ -167,17 +166,12 @@ def _no_effect(block: Block) -> str:
     if not block.rewrite.where.atoms:
         error = _only_inside(block) if block.uncovered else _nothing_read(block)
         return f'{error}\nThe block was opened at {block.place}.'
-    selected = [facts[1] for facts, (_, chosen) in block.decisions.items() if chosen]
-    earlier = line_before(block.place, block.owner_path, selected)
-    why, value = 'it selects nothing that was read in it', 'h'
-    if earlier is not None:
-        line, value = earlier
-        why = f'what it names was read at line {line}, before the block'
-    to_stop = f'To stop a value write jax.lax.stop_gradient({value}). '
+    to_stop = 'To stop a value write jax.lax.stop_gradient(h). '
     stops = block.rewrite.rule.name == 'stop_gradient'
     return (
         f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: '
-        f'{why}.\n{to_stop if stops else ""}'
+        'it selects nothing that was read in it. Was it read before the block?\n'
+        f'{to_stop if stops else ""}'
         'Open the block around the code that reads these variables, or pass '
         "unused='ignore'."
     )
