@@ -55,8 +55,6 @@ class Block:
         untraced: the variables that were met while no trace in the block ran that JAX
             may cache: a block that finds a compiled program meets these again.
         roots: the roots that were met. The block keeps a root alive that is older.
-        copies: the dicts of scopes that hold copies of a collection, the collection,
-            and what the dict had before; see ``copies.py``.
     """
 
     rewrite: rules.Rewrite
@@ -77,9 +75,6 @@ class Block:
     is_open: bool = True
     untraced: set[Facts] = field(default_factory=set)
     roots: ByIdentity[Root | None] = field(default_factory=ByIdentity)
-    copies: list[tuple[dict[str, Any], str, Any]] = field(
-        default_factory=list[tuple[dict[str, Any], str, Any]]
-    )
 
     def covers(self, root: Root) -> bool:
         """Whether the block covers a tree: that of its owner alone.
