@@ -52,8 +52,10 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
 
     @classmethod
     def of(cls, rewrite: rules.Rewrite) -> Self:
-        """The rewrite, as a block and a decorator."""
-        return cls(rewrite.where, rewrite.rule, rewrite.collections, rewrite.unused)
+        """The rewrite, whose fields are checked, as a block and a decorator."""
+        self = object.__new__(cls)
+        vars(self).update(vars(rewrite))
+        return self
 
     def __enter__(self) -> Self:
         opening.open_block(self, running_scope(frames.frame_of_user(1)))

@@ -44,17 +44,17 @@ class Chosen(filters.Derived):
         """What it names: ``'trained'`` or ``'frozen'``."""
         return self.names
 
-    def __call__(self, path: Any, matched: Any = None) -> Any:
+    def __call__(self, path: Any, value: Any = None) -> Any:
         """Whether a path is selected; NNX gives the value at the path, too."""
         if not isinstance(path, tuple):
-            return super().__call__(path, matched)
+            return super().__call__(path)
         names: Any = tuple(map(str, path))
         try:
             return self.matches(Path.of('params', names))
         except errors.UnknownNameError:
             # The path is newer than ``nnx.where``. A cache or a sown value, which is of
             # another kind, is simply not selected.
-            if nnx.filterlib.to_predicate(self.kind)(path, matched):
+            if nnx.filterlib.to_predicate(self.kind)(path, value):
                 raise
         return False
 
