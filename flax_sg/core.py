@@ -13,7 +13,6 @@ from flax.core.scope import CollectionFilter, Scope
 
 from flax_sg import filters
 from flax_sg.engine import opening
-from flax_sg.filters.several import takes_one
 from flax_sg.rules import rewrites, rules
 
 __all__ = ['lift', 'stop_gradient']
@@ -58,7 +57,6 @@ def lift(fn: Callable[..., Any], rewrite: rules.Rewrite) -> Callable[..., Any]:
     return wrapper
 
 
-@takes_one('core.stop_gradient(fn, {})')
 def stop_gradient(
     fn: Callable[..., Any],
     where: filters.Where,

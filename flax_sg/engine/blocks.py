@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from flax.core.scope import Scope
 
+from flax_sg import filters
 from flax_sg.engine import numbers, roots
 from flax_sg.engine.roots import Root, Tree
 from flax_sg.filters.paths import Path
@@ -47,6 +48,7 @@ class Block:
             trace around the block that JAX may cache.
         place: the line of the user's program that opened the block.
         decisions: of each variable met so far, the path and the filter's decision.
+        matched: the atoms of the filter that mean one of these variables.
         collections: the collections met so far.
         uncovered: variables of trees that are not covered.
         had_effect: whether a variable that was read is selected.
@@ -55,8 +57,6 @@ class Block:
         untraced: the variables that were met while no trace in the block ran that JAX
             may cache: a block that finds a compiled program meets these again.
         roots: the roots that were met. The block keeps a root alive that is older.
-        copies: the dicts of scopes that hold copies of a collection, the collection,
-            and what the dict had before; see ``copies.py``.
     """
 
     rewrite: rules.Rewrite
@@ -71,15 +71,13 @@ class Block:
     kept_trace: Any
     place: Place
     decisions: dict[Facts, Decided] = field(default_factory=dict)
+    matched: set[filters.Filter] = field(default_factory=set)
     collections: set[str] = field(default_factory=set)
     uncovered: set[Facts] = field(default_factory=set)
     had_effect: bool = False
     is_open: bool = True
     untraced: set[Facts] = field(default_factory=set)
     roots: ByIdentity[Root | None] = field(default_factory=ByIdentity)
-    copies: list[tuple[dict[str, Any], str, Any]] = field(
-        default_factory=list[tuple[dict[str, Any], str, Any]]
-    )
 
     def covers(self, root: Root) -> bool:
         """Whether the block covers a tree: that of its owner alone.

@@ -13,7 +13,6 @@ from flax.core.scope import Scope
 
 from flax_sg.engine import (
     blocks,
-    copies,
     judgement,
     late_rules,
     roots,
@@ -79,8 +78,6 @@ def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
             root.sown.add(key)
         value = views.stored(root, open_blocks, key, value)
         writes.check(self, open_blocks, key, value)
-        if copies.put(self, open_blocks, key, value):
-            return
     _original['put_variable'](self, col, name, value)
 
 

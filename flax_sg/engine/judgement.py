@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, root_of, thread
-from flax_sg.engine.earlier_lines import line_before
 from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import selects, wants
 from flax_sg.filters.paths import Path
@@ -76,30 +75,29 @@ def verdict(block: Block) -> errors.FlaxSGError | None:
     untraced = block.lease.number.history.untraced
     if not is_certain(block) and block.decisions.keys() <= untraced:
         return None
-    decisions = [*block.decisions.values()]
-    for state_block in _holding_state(block):
-        decisions += state_block.decisions.values()
-    paths = {path.key: path for path, _ in decisions}
-    return _unused(block, list(paths.values()))
+    decisions, matched = block.decisions, block.matched
+    if (state_block := _holding_state(block)) is not None:
+        decisions = decisions | state_block.decisions
+        matched = matched | state_block.matched
+    return _unused(block, [path for path, _ in decisions.values()], matched)
 
 
-def _holding_state(block: Block) -> Sequence[Block]:
+def _holding_state(block: Block) -> Block | None:
     """The block by which the wrapper of a block holds state, with the same filter.
 
     A name may be that of a layer without parameters, whose state alone is named.
     """
-    outer = block.outer[-1:] if block.tree is not None else ()
-    return [
-        state_block
-        for state_block in outer
-        if state_block.rewrite.rule.acts_on == 'nothing'
-        and state_block.rewrite.where is block.rewrite.where
-    ]
+    if block.tree is not None and block.outer:
+        around = block.outer[-1].rewrite
+        holds = around.rule.acts_on == 'nothing'
+        if holds and around.where is block.rewrite.where:
+            return block.outer[-1]
+    return None
 
 
 def _meet_state(block: Block, root: Root) -> None:
     """Asks about state, which a filter need not know unless it names nothing else."""
-    for state_block in _holding_state(block):
+    if (state_block := _holding_state(block)) is not None:
         for path, variables in root.parts:
             _meet(state_block, root, path, variables)
 
@@ -125,11 +123,18 @@ def _meet_the_rest(block: Block) -> None:
     block.collections.update(core_scopes.stored(block.owner.root))
 
 
-def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
-    """Returns the error for a name in a block that none of some variables has."""
+def _unused(
+    block: Block, paths: Sequence[Path], matched: Set[filters.Filter]
+) -> errors.FlaxSGError | None:
+    """Returns the error for a name in a block that none of some variables has.
+
+    Args:
+        block: the block.
+        paths: the variables.
+        matched: the atoms of the filter that mean one of them.
+    """
     where, asker = block.rewrite.where, block.asker
     owner = None if block.tree is None else block.owner_path
-    matched = asker.matched_by(paths)
     # The names in ``a & b`` may all be there, and no variable match both.
     any_selected = isinstance(where, filters.And) and any(map(asker.ask, paths))
     error = find_unused(where, matched, paths, owner, any_selected)
@@ -137,10 +142,13 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
         error = _unknown_collection(block) or error
     elif error and block.tree is None and not paths and where.atoms:
         error = _nothing_read(block)
-    inside = [asker.path_of(facts) for facts in block.uncovered] if error else []
-    # A function may raise for variables that its block does not cover.
-    with contextlib.suppress(Exception):
-        if inside and len(asker.matched_by([*paths, *inside])) == len(where.atoms):
+    if error and block.uncovered:
+        either = set(matched)
+        # A function may raise for variables that its block does not cover.
+        with contextlib.suppress(Exception):
+            for facts in block.uncovered:
+                asker.ask(asker.path_of(facts), either)
+        if len(either) == len(where.atoms):
             error = _only_inside(block)
     if error:  # The traceback may end at another line, where a tree was complete.
         error.add_note(f'From {block.rewrite!r}, opened at {block.place}.')
@@ -149,12 +157,14 @@ def _unused(block: Block, paths: Sequence[Path]) -> errors.FlaxSGError | None:
 
 def _has_effect(block: Block) -> bool:
     """Whether a block has rewritten something that was read, or need not."""
+    if block.had_effect:
+        return True
     where = block.rewrite.where
-    if where == filters.Constant(True) and not block.had_effect:
+    if where == filters.Constant(True):
         return not block.uncovered and not _ran_no_module(block)
     if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
         return True
-    return block.had_effect or thread.doubts is not None
+    return thread.doubts is not None
 
 
 def _ran_no_module(block: Block) -> bool:
@@ -167,17 +177,12 @@ def _no_effect(block: Block) -> str:
     if not block.rewrite.where.atoms:
         error = _only_inside(block) if block.uncovered else _nothing_read(block)
         return f'{error}\nThe block was opened at {block.place}.'
-    selected = [facts[1] for facts, (_, chosen) in block.decisions.items() if chosen]
-    earlier = line_before(block.place, block.owner_path, selected)
-    why, value = 'it selects nothing that was read in it', 'h'
-    if earlier is not None:
-        line, value = earlier
-        why = f'what it names was read at line {line}, before the block'
-    to_stop = f'To stop a value write jax.lax.stop_gradient({value}). '
+    to_stop = 'To stop a value write jax.lax.stop_gradient(h). '
     stops = block.rewrite.rule.name == 'stop_gradient'
     return (
         f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: '
-        f'{why}.\n{to_stop if stops else ""}'
+        'it selects nothing that was read in it. Was it read before the block?\n'
+        f'{to_stop if stops else ""}'
         'Open the block around the code that reads these variables, or pass '
         "unused='ignore'."
     )
@@ -254,8 +259,7 @@ def _has_met_all(block: Block) -> bool:
     where = block.rewrite.where
     if isinstance(where, filters.And) or 'names' in where.needs:
         return False
-    paths = [path for path, _ in block.decisions.values()]
-    return len(block.asker.matched_by(paths)) == len(where.atoms)
+    return len(block.matched) == len(where.atoms)
 
 
 def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:

@@ -88,11 +88,17 @@ class Asker:
         collection, names, inner, array = facts
         return Path.of(collection, names, self.owner_path, inner, array)
 
-    def ask(self, path: Path) -> Any:
-        """Whether the filter selects a variable: a bool, or a ``Part`` of it."""
-        return expressions.decide(self.rewrite.where, path, ask=self._matches)
+    def ask(self, path: Path, matched: set[filters.Filter] | None = None) -> Any:
+        """Whether the filter selects a variable: a bool, or a ``Part`` of it.
 
-    def _matches(self, atom: expressions.Atom, path: Path) -> bool:
+        Args:
+            path: the variable.
+            matched: gets the atoms that mean the variable.
+        """
+        ask = self._ask_once if self.has_functions else expressions.takes
+        return expressions.decide(self.rewrite.where, path, matched, ask)
+
+    def _ask_once(self, atom: expressions.Atom, path: Path) -> Any:
         """Asks an elementary filter; a function once for each variable and block."""
         if 'code' not in atom.own_needs:
             return expressions.takes(atom, path)
@@ -104,16 +110,6 @@ class Asker:
         if key not in self._decisions:
             self._decisions[key] = expressions.takes(atom, path)
         return self._decisions[key]
-
-    def matched_by(self, paths: Iterable[Path]) -> set[filters.Filter]:
-        """Returns the atoms that match one of some variables."""
-        where = self.rewrite.where
-        matched: set[filters.Filter] = set()
-        for path in paths:
-            if len(matched) == len(where.atoms):
-                break
-            expressions.decide(where, path, matched, self._matches)
-        return matched
 
     def opening_answer(self, number: Number, firsts: int) -> Hashable:
         """Returns the answer of a block that opens; its function is called directly.

@@ -79,11 +79,11 @@ def decide(
 def _asked(block: Block, path: Path) -> Decided:
     block.collections.add(path.collection)
     if not block.asker.has_functions:
-        return path, block.asker.ask(path)
+        return path, block.asker.ask(path, block.matched)
     # A function may read variables. With blocks open it would see rewritten values, and
     # their numbers would depend on its reads.
     with thread.only(()):
-        return path, block.asker.ask(path)
+        return path, block.asker.ask(path, block.matched)
 
 
 def _note(block: Block, root: Root, decided: Sequence[Facts], read: bool) -> None:

@@ -78,29 +78,19 @@ class Filter(ToldByHash, abc.ABC):
         """What its answer depends on, beside the path."""
         return self.own_needs.union(*(part.needs for part in self.parts))
 
-    def __call__(self, path: Any, matched: Any = None) -> Any:
+    def __call__(self, path: Any, value: Any = None) -> Any:
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it.
 
-        It is a filter of NNX, too: called with the keys of a path, and what is there,
-        it selects the parameters that are meant.
+        It is a filter of NNX, too: Flax calls it with the keys of a path, and what is
+        there. Then it selects the parameters that are meant.
 
         Args:
-            path: the path.
-            matched: a set that gets the atoms that mean the variable.
+            path: the path; from Flax its keys.
+            value: from Flax what is there.
         """
-        if not isinstance(path, tuple):
-            return decide(self, path, matched)
-        names: Any = tuple(map(str, path))
-        value = matched
-        if not is_parameter(value):
-            return False
-        raw = value.get_raw_value() if hasattr(value, 'get_raw_value') else value
-        arrays = [*map(shape_and_dtype, jax.tree.leaves(raw))] or [None]
-        paths = [Path.of('params', names, array=array) for array in arrays]
-        decision, *others = [decide(self, path) for path in paths]
-        if decision not in (True, False) or others.count(decision) < len(others):
-            raise of_a_part_in_nnx(paths[0], decision)
-        return decision
+        if isinstance(path, tuple):
+            return _decide_in_nnx(self, path, value)
+        return decide(self, path)
 
     @functools.cached_property
     def shape(self) -> Hashable:
@@ -444,27 +434,48 @@ def decide(
 
     An atom that stands twice in the filter is asked once.
     """
-    answers: dict[Filter, Any] = {}
+    if path.also is not None:
+        ask = functools.partial(_by_any_path, ask)
+    if isinstance(where, Atom):  # The common case.
+        decision = ask(where, path)
+        if decision and matched is not None:
+            matched.add(where)
+    else:
+        answers: dict[Filter, Any] = {}
 
-    def ask_once(atom: Atom, path: Path) -> Any:
-        if atom not in answers:
-            answers[atom] = _asked(atom, path, ask)
-        return answers[atom]
+        def ask_once(atom: Atom, path: Path) -> Any:
+            if atom not in answers:
+                answers[atom] = ask(atom, path)
+            return answers[atom]
 
-    decision = where.answer(path, ask_once)
-    if matched is not None:
-        matched.update(atom for atom, answer in answers.items() if answer)
+        decision = where.answer(path, ask_once)
+        if matched is not None:
+            matched.update(atom for atom, answer in answers.items() if answer)
     return decision if isinstance(decision, bool) else decision.settled(path)
 
 
-def _asked(atom: Atom, path: Path, ask: Ask) -> Any:
-    """What an atom says of a variable; of a tied weight, by any of its paths.
+def _decide_in_nnx(where: Filter, keys: tuple[Any, ...], value: Any) -> bool:
+    """What a filter decides as a filter of NNX: about a parameter as a whole."""
+    if not is_parameter(value):
+        return False
+    raw = value.get_raw_value() if hasattr(value, 'get_raw_value') else value
+    arrays = [*map(shape_and_dtype, jax.tree.leaves(raw))] or [None]
+    names = tuple(map(str, keys))
+    paths = [Path.of('params', names, array=array) for array in arrays]
+    decisions = [decide(where, path) for path in paths]
+    if all(decision is True for decision in decisions):
+        return True
+    if any(decision is not False for decision in decisions):
+        raise of_a_part_in_nnx(paths[0], decisions[0])
+    return False
+
+
+def _by_any_path(ask: Ask, atom: Atom, path: Path) -> Any:
+    """What an atom says of a tied weight, by any of its paths.
 
     A tree of bools, or a filter of ``sg.live``, raises for a path that it does not
     know. It need not know all paths of a tied weight, so one of them is enough.
     """
-    if path.also is None:
-        return ask(atom, path)
     answer = error = None
     for each in all_paths(path):
         try:

@@ -94,9 +94,11 @@ class Glob(Atom):
     ) -> errors.FlaxSGError | None:
         """The error if the pattern, or a name in braces in it, fits no variable."""
         error = super().unused(matches, paths, owner)
-        every = [each for path in paths for each in all_paths(path)]
-        if error or not self._alternatives or self.pattern in every:
+        if error or not self._alternatives:
             return error
+        every = [each for path in paths for each in all_paths(path)]
+        if self.pattern in every:
+            return None
         names = [*every, *(path.variable for path in every if path.is_inner)]
         for name, globs in self._alternatives:
             if any(any(map(glob_regex(glob).fullmatch, names)) for glob in globs):

@@ -31,8 +31,9 @@ def find_unused(
     for atom in where.atoms:
         if error := atom.unused(atom in matched, paths, owner):
             return error
-    named = [part for part in where.parts if not isinstance(part, CONDITIONS)]
-    # A condition leaves nothing out that the rest names: ``~filter & flag``.
-    if isinstance(where, And) and len(named) > 1:
-        return where.unused(any_selected, paths, owner)
+    if isinstance(where, And):
+        # A condition leaves nothing out that the rest names: ``~filter & flag``.
+        named = [part for part in where.parts if not isinstance(part, CONDITIONS)]
+        if len(named) > 1:
+            return where.unused(any_selected, paths, owner)
     return None

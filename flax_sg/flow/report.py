@@ -49,8 +49,6 @@ class Why:
             ``'model.py:31 (Net.__call__)'``, in a notebook ``'In[3]:31 (...)'``.
         by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``. A
             block is named with its filter. ``''`` if nothing does.
-        leaves: the line on which the value leaves the ``with`` block that reads the
-            parameter: the place for ``jax.lax.stop_gradient``. ``''`` if there is none.
         uses: each use of the parameter for this output: its line, and whether a
             gradient comes back from there. A tied embedding has two.
         condition: the line that stops it while a condition holds. ``''`` if none does.
@@ -61,14 +59,12 @@ class Why:
     status: str
     lines: tuple[str, ...] = ()
     by: str = ''
-    leaves: str = ''
     uses: tuple[Use, ...] = ()
     condition: str = ''
 
     def __str__(self) -> str:
         headline = _HEADLINES[self.status].format(self.parameter, self.output)
-        end = '  (leaves its block)'
-        rows = [f'  {line}{end * (line == self.leaves)}' for line in self.lines]
+        rows = [f'  {line}' for line in self.lines]
         rows += [f'It is stopped by {self.by}.'] * bool(self.by)
         if self.condition:
             rows.append(f'While a condition holds, {self.condition} stops it.')
@@ -172,9 +168,8 @@ class GradientFlow(Shown):
         n, k = self._number(parameter), index('output', output, self.outputs)
         status = self.status[k][n]
         way = self.explain(n, k) if status != UNUSED else Way()
-        # A way says both. A stopped parameter has no line to leave its block, and one
-        # that flows may pass a stop that is not named.
-        way = way._replace(**{'leaves' if status == STOPPED else 'by': ''})
+        # A parameter that flows may pass a stop, which is not named.
+        way = way if status == STOPPED else way._replace(by='')
         condition = self.conditions[k][n] if self.conditions else ''
         return Why(output, parameter, status, *way, condition=condition)
 

@@ -1,13 +1,10 @@
-"""The way from a parameter to an output: what stops it, and where it leaves a block."""
+"""The way from a parameter to an output, and what stops it."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import linecache
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from flax_sg.flow.flat import UNKNOWN, Flat, Step
 from flax_sg.flow.pullback import has_tangent
@@ -23,14 +20,11 @@ class Way(NamedTuple):
         lines: each line of the user on the shortest way, once.
         by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``,
             or the block that does. ``''`` if nothing does.
-        leaves: the first line outside of the ``with`` block that reads the parameter:
-            the place for ``jax.lax.stop_gradient``. ``''`` if there is none.
         uses: each use of the parameter.
     """
 
     lines: tuple[str, ...] = ()
     by: str = ''
-    leaves: str = ''
     uses: tuple[Use, ...] = ()
 
 
@@ -104,44 +98,8 @@ def _described(last: _Walked | None) -> Way:
         walked.append(last)
         last = last.before
     lines: dict[str, None] = {}
-    block, by, leaves = None, '', ''
-    for step, cuts, before in reversed(walked):
-        frames = list(step.place.frames(step.eqn))
-        if before is None:
-            block = next(filter(None, map(_block_of, frames)), None)
+    by = ''
+    for step, cuts, _ in reversed(walked):
         lines[step.source] = None
-        if block and not leaves and not any(_is_in(frame, block) for frame in frames):
-            # Of another package, the line that calls it is to be mended.
-            own = (f for f in frames if '-packages' not in f.file)
-            leaves = next(map(jaxprs.described, own), step.source)
-            lines[leaves] = None
         by = _described_stop(step) if cuts else by
-    return Way(tuple(line for line in lines if line != UNKNOWN), by, leaves)
-
-
-# A file, a function in it, and the lines of a ``with`` statement.
-_Block: TypeAlias = tuple[str, str, range]
-
-
-def _is_in(frame: jaxprs.Frame, block: _Block) -> bool:
-    return frame[:2] == block[:2] and frame.line in block[2]
-
-
-def _block_of(frame: jaxprs.Frame) -> _Block | None:
-    """The innermost ``with`` statement around a line of a function."""
-    enclosing = [lines for lines in _withs(frame.file) if frame.line in lines]
-    return (frame.file, frame.function, min(enclosing, key=len)) if enclosing else None
-
-
-@functools.lru_cache(64)
-def _withs(file: str) -> list[range]:
-    """The lines of each ``with`` statement of a file."""
-    try:
-        tree = ast.parse(''.join(linecache.getlines(file)))
-    except SyntaxError:  # A cell of a notebook with commands of IPython.
-        return []
-    return [
-        range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.With)
-    ]
+    return Way(tuple(line for line in lines if line != UNKNOWN), by)

@@ -22,7 +22,7 @@ from flax.linen import nowrap
 from flax_sg import errors, filters
 from flax_sg.engine import contents, opening
 from flax_sg.errors.texts import brief, wrong_argument
-from flax_sg.filters import several, tokens
+from flax_sg.filters import tokens
 from flax_sg.forms import mistakes, wrappers
 from flax_sg.internals import frames, modules
 from flax_sg.internals.optional import is_nnx_model
@@ -52,8 +52,10 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
 
     @classmethod
     def of(cls, rewrite: rules.Rewrite) -> Self:
-        """The rewrite, as a block and a decorator."""
-        return cls(rewrite.where, rewrite.rule, rewrite.collections, rewrite.unused)
+        """The rewrite, whose fields are checked, as a block and a decorator."""
+        self = object.__new__(cls)
+        vars(self).update(vars(rewrite))
+        return self
 
     def __enter__(self) -> Self:
         opening.open_block(self, running_scope(frames.frame_of_user(1)))
@@ -279,16 +281,10 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
     name = f'nn.{make_rewrite.__name__}'
     parameters = inspect.signature(make).parameters.values()
     first, *others = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    required = [p.name for p in parameters if p.name in others and p.default is p.empty]
 
     @functools.wraps(make)
     def with_target(*args: Any, methods: Any = None, **kwargs: Any) -> Any:
         has_target = len(args) + (first in kwargs) > 1
-        if first == 'where':
-            is_filter = bool(args) and isinstance(args[0], several.FILTERS)
-            if len(args) - (not is_filter) > 1 + len(others):
-                call = ', '.join(['target'] * (not is_filter) + ['{}'] + required)
-                several.check_one(f'{name}({call})', args[not is_filter :])
         if has_target and others:
             target = args[0]
             is_class = modules.is_module_class(target)

@@ -18,7 +18,7 @@ from flax import linen
 from flax.core.scope import DenyList, Scope
 
 from flax_sg import filters
-from flax_sg.engine import blocks, copies, roots, selection
+from flax_sg.engine import blocks, roots, selection
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key, facts_of, iter_leaf_keys
@@ -83,7 +83,6 @@ def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
             yield
             return
         opened = stack.enter_context(block)
-        stack.callback(copies.drop, opened)
         holds = functools.partial(_holds, opened)
         stack.enter_context(_held(module, holds))
         # ``init`` has to make the first state as it does without a wrapper.

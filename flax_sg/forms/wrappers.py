@@ -320,8 +320,7 @@ class Frozen(Wrapper):
             * ``'update'``: it is updated, as without the wrapper;
             * ``'hold'``: each call works on a copy that is dropped when it ends. What
               it computes is the same, with normalization by the batch. ``mutable=``
-              need not name the state, unless a transform in the module writes it
-              (``nn.remat``, ``nn.scan``, ...);
+              has to name the state, as without the wrapper;
             * ``'eval'``: held, layers that can (an argument or field
               ``use_running_average``, or ``update_stats``) use what is stored, and
               dropout is off (an argument or field ``deterministic``), whatever they are

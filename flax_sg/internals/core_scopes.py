@@ -23,17 +23,6 @@ def variables_of(scope: Scope) -> dict[str, Any]:
     return scope._variables
 
 
-def collection_of(scope: Scope, collection: str) -> Mapping[str, Any]:
-    """The variables of a collection of a scope; the original, not a copy."""
-    return scope._collection(collection)
-
-
-def check_writes(scope: Scope) -> None:
-    """Raises if a scope takes no writes, because it or its trace has ended."""
-    scope._check_valid()
-    scope._validate_trace_level()
-
-
 def minimal_scopes(scope_tree: Any) -> tuple[Scope, ...]:
     """The outermost scopes of a tree of scopes, in the order of ``lift.pack``."""
     return lift._dedup_scopes(jax.tree_util.tree_leaves(scope_tree))[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import types
 import warnings
 from typing import Any, NamedTuple
 
@@ -34,11 +33,6 @@ class Place(NamedTuple):
         frame = frames.frame_of_user(2)
         file, line = frame.f_code.co_filename, frame.f_lineno
         return cls(file, line, id(frame), threading.current_thread(), _task())
-
-    def running_frame(self) -> types.FrameType | None:
-        """Returns the frame that opened the block, if it is the user's innermost."""
-        frame = frames.frame_of_user(2)
-        return frame if id(frame) == self.frame else None
 
     def is_in_this_task(self) -> bool:
         """Whether the running asyncio task, or no task at all, opened the block."""

@@ -14,7 +14,6 @@ from flax import nnx
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part_in_nnx
 from flax_sg.filters.paths import Path
-from flax_sg.filters.several import takes_one
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.nnx.asking import IN_VARIABLES, ask, parameters
 from flax_sg.nnx.views import VIEWS
@@ -45,22 +44,21 @@ class Chosen(filters.Derived):
         """What it names: ``'trained'`` or ``'frozen'``."""
         return self.names
 
-    def __call__(self, path: Any, matched: Any = None) -> Any:
+    def __call__(self, path: Any, value: Any = None) -> Any:
         """Whether a path is selected; NNX gives the value at the path, too."""
         if not isinstance(path, tuple):
-            return super().__call__(path, matched)
+            return super().__call__(path)
         names: Any = tuple(map(str, path))
         try:
             return self.matches(Path.of('params', names))
         except errors.UnknownNameError:
             # The path is newer than ``nnx.where``. A cache or a sown value, which is of
             # another kind, is simply not selected.
-            if nnx.filterlib.to_predicate(self.kind)(path, matched):
+            if nnx.filterlib.to_predicate(self.kind)(path, value):
                 raise
         return False
 
 
-@takes_one('nnx.where(model, {})')
 def where(
     model: Any, where: filters.Where, *, kind: Any = parameters, unused: str = 'raise'
 ) -> Chosen:
@@ -205,7 +203,6 @@ class DiffState(nnx.DiffState):
             what is frozen, as ``~sg.live(...)`` is.
     """
 
-    @takes_one('nnx.DiffState(argnum, {})', 'filter')
     def __init__(self, argnum: int, filter: Any) -> None:
         super().__init__(argnum, for_nnx(filter, f'nnx.DiffState({argnum}, {{}})'))
 

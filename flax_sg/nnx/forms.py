@@ -10,7 +10,6 @@ from flax import nnx
 from flax_sg import filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
-from flax_sg.filters.several import takes_one
 from flax_sg.nnx.asking import parameters
 from flax_sg.nnx.values import other_values
 from flax_sg.nnx.views import view
@@ -20,7 +19,6 @@ from flax_sg.trees.nnx_walks import Walk
 M = TypeVar('M')
 
 
-@takes_one('nnx.stop_gradient(model, {})')
 def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which the selected Variables get no gradient.
 
@@ -92,7 +90,6 @@ def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any)
     return view(Walk(model), rewrites.stop_gradient(where, **how), kind)
 
 
-@takes_one('nnx.train_only(model, {})')
 def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which only the selected Variables are trained.
 
@@ -193,7 +190,6 @@ def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> 
     return _of(rewrites.map_cotangent, model, where, fn, *values, **how)
 
 
-@takes_one('nnx.scale_gradient(model, {}, factor)')
 def scale_gradient(model: M, where: Where, factor: Any, **how: Any) -> M:
     """Returns a view whose gradients are multiplied by a number.
 
@@ -241,7 +237,6 @@ def reverse_gradient(model: M, where: Where, *factor: Any, **how: Any) -> M:
     return _of(rewrites.reverse_gradient, model, where, *factor, **how)
 
 
-@takes_one('nnx.clip_gradient(model, {}, norm=1.0)')
 def clip_gradient(model: M, where: Where, **how: Any) -> M:
     """Returns a view whose gradients are clipped.
 
@@ -266,7 +261,6 @@ def clip_gradient(model: M, where: Where, **how: Any) -> M:
     return _of(rewrites.clip_gradient, model, where, **how)
 
 
-@takes_one('nnx.replace_cotangent(model, {}, value)')
 def replace_cotangent(model: M, where: Where, value: Any, **how: Any) -> M:
     """Returns a view whose gradients are a given value.
 
@@ -290,7 +284,6 @@ def replace_cotangent(model: M, where: Where, value: Any, **how: Any) -> M:
     return _of(rewrites.replace_cotangent, model, where, value, **how)
 
 
-@takes_one('nnx.print_cotangent(model, {})')
 def print_cotangent(model: M, where: Where, **how: Any) -> M:
     """Returns a view that prints gradients in each backward pass.
 

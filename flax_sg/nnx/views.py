@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.nnx.asking import ask
-from flax_sg.nnx.statics import PLAIN, Statics, leading_to
+from flax_sg.nnx.statics import PLAIN, check, leading_to
 from flax_sg.nnx.values import raw
 from flax_sg.rules import rules, substitutes
 from flax_sg.rules.plain_trees import rewritten
@@ -88,26 +87,22 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
 def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
     """A copy of a model: its modules are copied, with some leaves in place of others.
 
-    Lists and dicts in them are new. What is static is the same object, unless a module
-    of the model is in it (``statics.py``).
+    Lists and dicts in them are new. What is static is the same object. It raises if
+    what is static leads to a module that has one of the new leaves (``statics.py``).
     """
     copies = {key: object.__new__(type(x)) for key, x in walk.modules.items()}
-    in_place = {id(leaf.value): x for leaf, x in new.items()}
-
-    @functools.cache
-    def changed() -> Set[int]:
-        inside = {key: [*map(id, x)] for key, (_, x, _) in walk.parts.items()}
-        return leading_to({*map(id, new)}, inside) | in_place.keys()
-
-    statics = Statics(copies | in_place, changed)
+    inside = {key: [*map(id, x)] for key, (_, x, _) in walk.parts.items()}
+    changed = leading_to({*map(id, new)}, inside) | {id(leaf.value) for leaf in new}
+    clean = dict[int, Any]()
 
     def instead(child: Any, keys: Keys) -> Any:
         if type(child) is not Leaf:
             return copies[id(child)]
         value = new.get(child, child.value)
-        is_data = isinstance(value, nnx.Variable) or is_array(value)
         # A list with arrays is data for Flax, and so are the functions in the list.
-        return value if is_data else statics.put(value, '.'.join(map(str, keys)))
+        if not (isinstance(value, nnx.Variable) or is_array(value)):
+            check(value, '.'.join(map(str, keys)), changed, clean)
+        return value
 
     made: Any = None
     for key, (keys, children, treedef) in reversed(walk.parts.items()):
@@ -116,11 +111,10 @@ def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
             continue
         made = vars(node) | (made if key in walk.unknown else vars(made))
         data = _OWN.union(str(path[0]) for path in keys)
-        vars(copies[key]).update(made)
         for name, value in made.items():
             if name not in data and type(value) not in PLAIN:
-                owner = f'{type(node).__name__}.{name}'
-                vars(copies[key])[name] = statics.put(value, owner)
+                check(value, f'{type(node).__name__}.{name}', changed, clean)
+        vars(copies[key]).update(made)
     return copies.get(id(walk.tree), made)
 
 

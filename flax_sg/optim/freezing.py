@@ -16,7 +16,6 @@ from jax.sharding import AxisType
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import listed, raised_by, wrong_argument
-from flax_sg.filters.several import takes_one
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.tracing import Tracer
 from flax_sg.optim.masks import parameters_of, trained_leaves
@@ -184,7 +183,6 @@ class Freeze:
         return gradient_of_each(leaves, gradients, trained, spared)
 
 
-@takes_one('sg.freeze(tx, {})')
 def freeze(
     tx: Any,
     where: filters.Where | Declared = DECLARED,

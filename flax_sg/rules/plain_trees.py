@@ -12,7 +12,6 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path, name_of
-from flax_sg.filters.several import takes_one
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
@@ -109,7 +108,6 @@ def rewritten(
     return values
 
 
-@takes_one('sg.stop_gradient(tree, {})')
 def stop_gradient(
     tree: Any, where: filters.Where | Absent = ABSENT, *, unused: str = 'raise'
 ) -> Any:

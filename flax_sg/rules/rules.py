@@ -223,19 +223,19 @@ def _collections(collections: Any) -> CollectionFilter:
         names = (collections,)
     else:
         names = tuple(collections) if isinstance(collections, Iterable) else (None,)
-    if not all(isinstance(name, str) for name in names):
-        raise errors.FilterTypeError(
-            f'collections={collections!r} is no collection filter: expected a name, '
-            'a sequence of names, True, or flax.core.DenyList.'
-        )
-    paths_in = [name for name in names if set(name) & set('/*[{')]
-    if paths_in:
-        raise errors.FilterTypeError(
-            f'collections={collections!r}: {paths_in[0]!r} is a filter of paths, and '
-            "no name of a collection such as 'batch_stats'.\n"
-            'Write several filters as a list: nn.Frozen(module, '
-            f"['encoder/**', {paths_in[0]!r}])."
-        )
+    for name in names:
+        if not isinstance(name, str):
+            raise errors.FilterTypeError(
+                f'collections={collections!r} is no collection filter: expected a '
+                'name, a sequence of names, True, or flax.core.DenyList.'
+            )
+        if set(name) & set('/*[{'):
+            raise errors.FilterTypeError(
+                f'collections={collections!r}: {name!r} is a filter of paths, and no '
+                "name of a collection such as 'batch_stats'.\n"
+                'Write several filters as a list: nn.Frozen(module, '
+                f"['encoder/**', {name!r}])."
+            )
     if OVERWRITE_WITH_GRADIENT in names:
         raise errors.ArgumentValueError(
             f'collections={names!r} selects "{OVERWRITE_WITH_GRADIENT}": '

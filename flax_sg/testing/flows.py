@@ -186,7 +186,7 @@ def _check(
 
 
 def _why(report: flow.GradientFlow, n: int, outputs: Sequence[int]) -> list[str]:
-    """Where a parameter is used, and what stops it or where it leaves its block."""
+    """Where a parameter is used, and what stops it."""
     name, trained = report.names[n], report.trained(n, outputs)
     if isinstance(trained, filters.Part):
         return [f'{name} is trained in part: {trained.elements!r}.']
@@ -196,11 +196,6 @@ def _why(report: flow.GradientFlow, n: int, outputs: Sequence[int]) -> list[str]
     why = report.why(report.outputs[k], name)
     lines = [f'{name} is used at {line}.' for line in why.lines[:1]]
     lines += [f'It is stopped by {why.by}.'] * bool(why.by)
-    if why.leaves:
-        lines.append(
-            f'Its value leaves its block at {why.leaves}: '
-            'write jax.lax.stop_gradient there.'
-        )
     return lines or [f'{name} is not used.'] * (why.status == UNUSED)
 
 

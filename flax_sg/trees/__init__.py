@@ -8,7 +8,6 @@ from typing import Any
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import Path
-from flax_sg.filters.several import takes_one
 from flax_sg.trees.leaves import (
     ABSENT,
     is_absent,
@@ -21,7 +20,6 @@ from flax_sg.trees.matching import different_structures
 from flax_sg.trees.rows import Rest, halves
 
 
-@takes_one('sg.partition(tree, {})')
 def partition(
     tree: Any, where: filters.Where, *, unused: str = 'raise'
 ) -> tuple[Any, Any]:

@@ -22,7 +22,7 @@ from flax.core import meta
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
-from flax_sg.filters.expressions import of_a_part
+from flax_sg.filters.expressions import decide, of_a_part
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.filters.unused import find_unused
 from flax_sg.trees.absent import ABSENT as ABSENT
@@ -233,7 +233,7 @@ def selected(
     """
     check_unused(unused)
     matched: set[filters.Filter] = set()
-    out = [[where(path, matched) for path in tree] for tree in trees]
+    out = [[decide(where, path, matched) for path in tree] for tree in trees]
     if unused != 'ignore':
         paths = [path for tree in trees for path in tree]
         error = find_unused(where, matched, paths, None, any(map(any, out)))

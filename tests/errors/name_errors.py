@@ -97,10 +97,6 @@ CASES: dict[str, Any] = {
     'methods without a class': lambda: nn.stop_gradient(
         'encoder/**', methods=['encode']
     ),
-    'several globs': (
-        lambda: nn.train_only('kernel', 'encoder/**'),
-        "nn.train_only(['kernel', 'encoder/**'])",
-    ),
     'no target': lambda: nn.train_only(3, 'encoder/**'),
     'a value that does not fit': lambda: run(
         nn.substitute({'encoder': {'bias': jnp.zeros(3, jnp.bfloat16)}})

@@ -76,7 +76,7 @@ def test_options(make):
         make(Model, 'enc/kernel', collections='cache')().apply(VARIABLES, X)
     with pytest.raises(TypeError, match='colections'):
         make('enc/**', colections='params')
-    with pytest.raises(TypeError, match='as a list'):
+    with pytest.raises(TypeError, match='positional argument'):
         make(Model, 'enc/**', 'dec/**')
     with pytest.raises(TypeError, match='where'):
         make()
