@@ -14,10 +14,11 @@ import inspect
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import Any
 
+import jax
 from flax import linen
 from flax.core.scope import DenyList, Scope
 
-from flax_sg import filters
+from flax_sg import errors, filters
 from flax_sg.engine import blocks, roots, selection
 from flax_sg.internals import core_scopes, modules, tracing
 from flax_sg.rules import rules
@@ -65,6 +66,13 @@ def state_in(
         choice: one of ``STATE``.
         results: the collections that are never held.
     """
+    if choice == EVAL and 'condition' in where.needs:
+        raise errors.PartError(
+            f"state='eval' was given {where!r}: a layer trains or evaluates while JAX "
+            'traces it, and the condition is known when the program runs.\n'
+            "Write state='hold', which holds the state while the condition holds. Or "
+            'give its value: bool(step < k), outside of jax.jit.'
+        )
     rule = _HoldState(choice == EVAL, results)
     return rules.Rewrite(where, rule, DenyList(('params', *results)), 'ignore')
 
@@ -98,12 +106,12 @@ def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
         yield
 
 
-def _holds(block: blocks.Block, root: roots.Root, key: Key) -> bool:
-    """Whether a block of a rewrite from ``state_in`` holds a variable."""
+def _holds(block: blocks.Block, root: roots.Root, key: Key) -> bool | filters.Part:
+    """Whether a block of a rewrite from ``state_in`` holds a variable, or a part."""
     rule: Any = block.rewrite.rule
     if key[0] in rule.results:
         return False
-    return bool(selection.selects(block, root, key, read=False, noted=True))
+    return selection.selects(block, root, key, read=False, noted=True)
 
 
 def _keys_in(scope: Scope) -> Iterator[Key]:
@@ -153,11 +161,21 @@ def _is_held(
     """Whether a module has state, and all of it is held.
 
     Variables with the names of the parameters, such as their average, do not count.
+
+    Raises:
+        PartError: if a part of a variable is held.
     """
     root, keys = blocks.root_of(scope), _keys_below(scope, below)
     params = {path for collection, path in keys if collection == 'params'}
-    state = [key for key in keys if key[1] not in params]
-    return bool(state) and all(holds(root, key) for key in state)
+    state = {key: holds(root, key) for key in keys if key[1] not in params}
+    for (_, path), decision in state.items():
+        if isinstance(decision, filters.Part):
+            raise errors.PartError(
+                f"state='eval': the filter selects a part of {'/'.join(path)!r}, and a "
+                "layer trains or evaluates as a whole.\nWrite state='hold', which "
+                'holds the part.'
+            )
+    return bool(state) and all(state.values())
 
 
 @contextlib.contextmanager
@@ -178,7 +196,7 @@ def _held(module: Any, holds: Callable[..., bool]) -> Generator[None]:
 
 
 def _put_back(
-    holds: Callable[[Key], bool],
+    holds: Callable[[Key], bool | filters.Part],
     sown: Collection[Key],
     key: Key,
     now: Any,
@@ -190,8 +208,13 @@ def _put_back(
         value, below = before[name], (collection, (*path, str(name)))
         if isinstance(value, Mapping) and isinstance(now[name], dict):
             _put_back(holds, sown, below, now[name], value)
-        elif below not in sown and holds(below):
-            now[name] = value
+        elif below not in sown:
+            decision, text = holds(below), '/'.join(below[1])
+            if decision is True:
+                now[name] = value
+            elif isinstance(decision, filters.Part):
+                merged = functools.partial(filters.merged, decision, path=text)
+                now[name] = jax.tree.map(merged, value, now[name])
 
 
 def _evaluate(

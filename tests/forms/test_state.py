@@ -10,6 +10,7 @@ import pytest
 from flax import errors as flax_errors
 from flax import linen
 
+import flax_sg as sg
 from flax_sg import errors, filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
@@ -381,3 +382,121 @@ def test_held_state_has_to_be_mutable(wrap: Any) -> None:
         model.apply(variables, X)
     bound = model.bind(variables, mutable=STATES)
     oracle.assert_same([bound(X), bound(X)], [expected, expected])
+
+
+class Layer(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        x = linen.Dense(4)(x)
+        return jnp.tanh(linen.BatchNorm(use_running_average=False)(x)), None
+
+
+class Stack(linen.Module):
+    lift: Any = bare
+
+    @linen.compact
+    def __call__(self, x):
+        axes = {'params': 0, 'batch_stats': 0}
+        layers = linen.scan(
+            self.lift(Layer), axes, split_rngs={'params': True}, length=3
+        )
+        return layers(name='layers')(x, None)[0]
+
+
+def trained(wrap: Any, wheres: Any, lift: Any = bare) -> list[Any]:
+    """The statistics after each of some jitted steps; the values feed the gradients."""
+    variables = oracle.init(Stack(), KEY, X)
+
+    @jax.jit
+    def step(variables: Any, n: Any) -> Any:
+        model = wrap(Stack(lift), wheres(n))
+
+        def loss(params: Any) -> Any:
+            y, new = model.apply(
+                {**variables, 'params': params}, X, mutable=['batch_stats']
+            )
+            return jnp.sum(y**2), new['batch_stats']
+
+        grads, new = jax.grad(loss, has_aux=True)(variables['params'])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables['params'], grads)
+        return {'params': params, 'batch_stats': new}
+
+    seen: list[Any] = []
+    for n in range(4):
+        variables = step(variables, n)
+        seen.append(variables)
+    return seen
+
+
+def by_hand(held: Any, lift: Any) -> list[Any]:
+    """The same; what is held is stopped, and its state is put back."""
+    variables = oracle.init(Stack(), KEY, X)
+
+    def chosen(n: Any, old: Any, new: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(held(n, a), a, b), old, new)
+
+    @jax.jit
+    def step(variables: Any, n: Any) -> Any:
+        def loss(params: Any) -> Any:
+            fixed = jax.tree.map(jax.lax.stop_gradient, params)
+            seen = {**variables, 'params': chosen(n, fixed, params)}
+            y, new = Stack(lift).apply(seen, X, mutable=['batch_stats'])
+            return jnp.sum(y**2), new['batch_stats']
+
+        grads, new = jax.grad(loss, has_aux=True)(variables['params'])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables['params'], grads)
+        return {
+            'params': params,
+            'batch_stats': chosen(n, variables['batch_stats'], new),
+        }
+
+    seen: list[Any] = []
+    for n in range(4):
+        variables = step(variables, n)
+        seen.append(variables)
+    return seen
+
+
+def rows(n: Any, x: Any) -> Any:
+    return (jnp.arange(3) < 2).reshape(3, *[1] * (x.ndim - 1))
+
+
+HELD: dict[str, tuple[Any, Any]] = {
+    'for two steps': (lambda n: sg.where(True) & (n < 2), lambda n, x: n < 2),
+    'from the third step on': (
+        lambda n: sg.where('layers/**') & (n >= 2),
+        lambda n, x: n >= 2,
+    ),
+    'some layers': (lambda n: sg.at(True, slice(2)), rows),
+    'some layers, for two steps': (
+        lambda n: sg.at(True, slice(2)) & (n < 2),
+        lambda n, x: rows(n, x) & (n < 2),
+    ),
+}
+
+
+HOW_IN_PART = [*itertools.product((nn.Frozen, nn.mirror), (bare, nn.remat, nn.jit))]
+
+
+@pytest.mark.parametrize(('name', 'how'), in_turn(HELD, HOW_IN_PART, times=3))
+def test_state_is_held_for_a_while_and_in_part(name, how):
+    (wheres, held), (wrap, lift) = HELD[name], how
+    found = trained(functools.partial(wrap, state='hold'), wheres, lift)
+    for one, other in zip(found, by_hand(held, lift), strict=True):
+        oracle.assert_same(one, other)
+
+
+@pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror])
+def test_a_layer_evaluates_as_a_whole(wrap):
+    variables = oracle.init(Stack(), KEY, X)
+    in_part = wrap(Stack(), sg.at(True, slice(2)), state='eval')
+    with pytest.raises(errors.PartError, match="Write state='hold', which holds the"):
+        in_part.apply(variables, X)
+    with pytest.raises(errors.PartError, match=r'bool\(step < k\)'):
+        jax.jit(lambda n: wrap(Stack(), n < 2, state='eval').apply(variables, X))(0)
+    # A part of parameters is no part of a layer's state.
+    head = wrap(Stack(), sg.at('**/kernel', slice(2)), state='eval')
+    oracle.assert_same(
+        head.apply(variables, X, mutable=['batch_stats']),
+        Stack().apply(variables, X, mutable=['batch_stats']),
+    )
