@@ -56,7 +56,7 @@ def demo(argv: Sequence[str]) -> int:
 def env(argv: Sequence[str]) -> int:
     """Prints versions, devices and flags, for reports of bugs."""
     found = [('flax_sg', flax_sg.__version__)]
-    packages = 'flax', 'jax', 'jaxlib', 'optax', 'chex'
+    packages = 'flax', 'jax', 'jaxlib', 'optax'
     found += [(package, _version(package)) for package in packages]
     found += [('Python', platform.python_version()), ('platform', platform.platform())]
     try:

@@ -88,19 +88,18 @@ def _asked(block: Block, path: Path) -> Decided:
 
 def _note(block: Block, root: Root, decided: Sequence[Facts], read: bool) -> None:
     """Notes that the running trace, which JAX may keep, depends on some decisions."""
-    is_older, is_own = not _is_made_inside(block, root), False
+    rule = block.rewrite.rule
+    is_older = not _is_made_inside(block, root)
+    selects_one = any(bool(block.decisions[facts][1]) for facts in decided)
     questions: list[Question] = []
     if is_older and block.tree is not None:
         questions.append(weakref.ref(root.tree))
-    on_cotangents = block.rewrite.rule.acts_on == 'cotangents'
-    for facts in decided:
-        _, decision = block.decisions[facts]
-        if block.asker.has_functions:
-            questions.append(facts)
-        if read and decision and block.rewrite.rule.token() is not None:
-            questions.append(VALUES)
-        # The trace closes over a value that this block alone has made, outside of it.
-        is_own |= is_older and bool(decision) and on_cotangents
+    if block.asker.has_functions:
+        questions += decided
+    if read and selects_one and rule.token() is not None:
+        questions.append(VALUES)
+    # The trace closes over a value that this block alone has made, outside of it.
+    is_own = is_older and selects_one and rule.acts_on == 'cotangents'
     if decided or questions:
         block.lease.note(questions, is_own)
         block.lease.number.history.had_effect |= block.had_effect

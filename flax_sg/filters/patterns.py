@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,8 @@ class Glob(Atom):
     r"""The variables whose whole path fits a pattern, by the rules of gitignore.
 
     ``*``, ``?``, ``[abc]`` and ``[!abc]`` match characters within one component.
-    ``{0..11}`` matches the numbers from 0 to 11, ``{enc,dec}`` one of these texts.
+    ``{0..11}`` matches the numbers from 0 to 11, ``{enc,dec}`` one of these texts;
+    braces in braces are refused.
     ``**`` alone between slashes matches any number of components: none or more at
     the start and in the middle, one or more at the end (everything inside). ``\``
     takes the next character literally. Brackets and braces that are no set mean
@@ -43,13 +45,21 @@ class Glob(Atom):
     [True, False, False]
 
     Raises:
-        ArgumentValueError: if no path can fit the pattern, or a class in it looks like
-            a range of numbers: ``[0-11]`` means the characters 0 and 1.
+        ArgumentValueError: if no path can fit the pattern, braces are in braces, or a
+            class in it looks like a range of numbers: ``[0-11]`` means the characters 0
+            and 1.
     """
 
     pattern: str
 
     def __post_init__(self) -> None:
+        nested = _NESTED.search(self.pattern)
+        if nested and ',' in nested[0]:
+            raise errors.ArgumentValueError(
+                f'The glob {self.pattern!r} has braces in braces: {nested[0]!r}.\n'
+                "Write a list of globs: ['encoder/{a,b}', 'decoder']. For a brace that "
+                "is meant as it is write a backslash in front: r'\\{'."
+            )
         for token in _TOKEN.finditer(self.pattern):
             ends = re.fullmatch('([0-9]+)-([0-9]+)', token['members'] or '')
             if ends and len(ends[0]) > 3:
@@ -180,23 +190,31 @@ _TOKEN = re.compile(
 _SPECIAL = re.compile(r'[*?\[\\{]')
 
 
-# Alternatives, of which none has alternatives in it. What follows a backslash is text.
-_PART = r'(?:\\.|\{[0-9]+\.\.[0-9]+\}|[^{}\\])*'
-_BRACES = re.compile(rf'(?<!\\)\{{({_PART}?,{_PART})\}}', re.DOTALL)
+# Names in braces. What follows a backslash is text.
+_PART = r'(?:\\.|[^{}\\])*'
+_BRACES = re.compile(rf'(?<!\\)\{{({_PART},{_PART})\}}', re.DOTALL)
+_NESTED = re.compile(rf'(?<!\\)\{{{_PART}(?:\{{{_PART}\}}{_PART})+\}}', re.DOTALL)
+
+
+def _parts(pattern: str) -> list[list[str]]:
+    """The parts of a glob in a row: of text one, of names in braces all of them.
+
+    >>> _parts('{enc,dec}/w')
+    [[''], ['enc', 'dec'], ['/w']]
+    """
+    parts = _BRACES.split(pattern)
+    return [
+        re.split(r'(?<!\\),', part) if n % 2 else [part] for n, part in enumerate(parts)
+    ]
 
 
 def _expanded(pattern: str) -> list[str]:
     """The globs that ``{a,b}`` in a glob stands for.
 
-    >>> _expanded('{enc,dec/{x,y}}/w')
-    ['enc/w', 'dec/x/w', 'dec/y/w']
+    >>> _expanded('{enc,dec}/{u,w}')
+    ['enc/u', 'enc/w', 'dec/u', 'dec/w']
     """
-    found = _BRACES.search(pattern)
-    if found is None:
-        return [pattern]
-    before, after = pattern[: found.start()], pattern[found.end() :]
-    texts = (f'{before}{each}{after}' for each in re.split(r'(?<!\\),', found[1]))
-    return [*dict.fromkeys(glob for text in texts for glob in _expanded(text))]
+    return [*dict.fromkeys(map(''.join, itertools.product(*_parts(pattern))))]
 
 
 def alternatives(pattern: str) -> list[tuple[str, list[str]]]:
@@ -205,22 +223,12 @@ def alternatives(pattern: str) -> list[tuple[str, list[str]]]:
     >>> alternatives('{enc,dec}/{u,w}')[2:]
     [('u', ['enc/u', 'dec/u']), ('w', ['enc/w', 'dec/w'])]
     """
-    names: dict[int, str] = {}  # By the index in the pattern at which each begins.
-    rest = pattern
-    while found := _BRACES.search(rest):
-        start = found.start(1)
-        for part in re.finditer(r'(?:\\.|[^,\\])*', found[1]):
-            names[start + part.start()] = pattern[start:][slice(*part.span())]
-        rest = f'{rest[: found.start()]}{"_" * len(found[0])}{rest[found.end() :]}'
-    names = {start: name for start, name in names.items() if name}
-    # A mark at each name tells which of them a glob was made with.
-    marks = {start: chr(0xE000 + n) for n, start in enumerate(names)}
-    text = ''.join(marks.get(start, '') + x for start, x in enumerate(pattern))
-    unmarked = str.maketrans(dict.fromkeys(marks.values(), ''))
-    globs = _expanded(text) if marks else []
+    parts = _parts(pattern)
     return [
-        (name, [glob.translate(unmarked) for glob in globs if marks[start] in glob])
-        for start, name in names.items()
+        (name, [*map(''.join, itertools.product(*parts[:n], [name], *parts[n + 1 :]))])
+        for n, names in enumerate(parts)
+        for name in names
+        if n % 2 and name
     ]
 
 

@@ -280,16 +280,20 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
     make_rewrite: Any = make
     name = f'nn.{make_rewrite.__name__}'
     parameters = inspect.signature(make).parameters.values()
-    first, *others = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    first, *more = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+
+    def has_target(args: Any, kwargs: Any) -> bool:
+        if len(args) + (first in kwargs) < 2:
+            return False
+        # If ``make`` takes more than one argument, the first of two may be the filter.
+        is_model = modules.is_module_class(args[0]) or isinstance(
+            args[0], modules.Module
+        )
+        return is_model or not more
 
     @functools.wraps(make)
     def with_target(*args: Any, methods: Any = None, **kwargs: Any) -> Any:
-        has_target = len(args) + (first in kwargs) > 1
-        if has_target and others:
-            target = args[0]
-            is_class = modules.is_module_class(target)
-            has_target = is_class or isinstance(target, modules.Module)
-        if not has_target:
+        if not has_target(args, kwargs):
             if methods is not None:
                 raise _methods_without_class(methods)
             return BlockDecorator.of(make_rewrite(*args, **kwargs))

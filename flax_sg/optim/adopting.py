@@ -28,7 +28,7 @@ from flax_sg.optim.owners import (
     values_of,
     vectors_of,
 )
-from flax_sg.optim.selections import Names
+from flax_sg.optim.selections import Names, Selection
 from flax_sg.trees.leaves import (
     is_differentiable,
     is_number,
@@ -169,28 +169,36 @@ def _of_all(
     made: Any, given: Sequence[Given], owner: Owner, is_vector: bool
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
-    now = owner.selection
     for value, old_owner in given:
-        # Without the owner, the structure has to tell whether the value is carried.
-        is_free = old_owner is None or not is_of_one_selection(made)
-        fits = not is_vector and is_free
-        # An array of all parameters may have a number for each trained row.
-        if old_owner is not None and shape_of(made) and is_differentiable(made):
-            selected = (*old_owner.selection.trained, *now.trained)
-            fits &= not any(isinstance(trained, Choice) for trained in selected)
-        if old_owner is not None and old_owner.selection.shapes == now.shapes:
-            fits |= all(
-                map(
-                    _is_same,
-                    old_owner.selection.trained,
-                    now.trained,
-                    now.shapes,
-                    now.paths,
-                )
+        if _type(value) != _type(made):
+            continue
+        if old_owner is None:  # The structure alone tells that the value is carried.
+            fits = not is_vector
+        elif _is_same_selection(old_owner.selection, owner.selection):
+            fits = True
+        else:
+            fits = not (
+                is_vector
+                or is_of_one_selection(made)
+                or _may_have_rows(made, old_owner.selection, owner.selection)
             )
-        if fits and _type(value) == _type(made):
+        if fits:
             return value, 'carried'
     return made, 'fresh'
+
+
+def _may_have_rows(value: Any, *selections: Selection) -> bool:
+    """Whether an array of all parameters may have a number for each trained row."""
+    parts = itertools.chain(*(selection.trained for selection in selections))
+    is_array = shape_of(value) != () and is_differentiable(value)
+    return is_array and any(isinstance(part, Choice) for part in parts)
+
+
+def _is_same_selection(old: Selection, new: Selection) -> bool:
+    """Whether the same elements of the same parameters are trained."""
+    return old.shapes == new.shapes and all(
+        map(_is_same, old.trained, new.trained, new.shapes, new.paths)
+    )
 
 
 def _is_same(old: Any, new: Any, shape: tuple[int, ...], path: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -140,47 +140,54 @@ class Freeze:
                 raise _of_all_parameters(name, extra)
         leaves, trained = self._parameters(updates if params is None else params)
         self._warn_of_conditions(leaves, trained)
-        parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
         with inside(trained):
             shown = pruned(leaves, trained)
             grads = leaves.values
             if params is not None:
-                grads = self._gradients(updates, leaves, trained, shown)
-            seen = leaves.treedef.unflatten(map(_seen, parameters, grads))
+                # Parameters that a freeze in ``tx`` drops may lack a gradient.
+                spared = functools.cache(lambda: _frozen_in(self.tx, shown))
+                grads = gradient_of_each(leaves, updates, trained, spared)
             own = None if params is None else shown
             extra = {k: _of_trained(v, leaves, trained) for k, v in extra.items()}
             try:
-                new, after = self.tx.update(seen, state, own, **extra)
-                out = map(_update, parameters, leaves.treedef.flatten_up_to(new))
-                updates = leaves.restore(out)
+                updates, after = self._step(leaves, trained, grads, state, own, extra)
             except (ValueError, TypeError, KeyError) as error:
                 is_of_all = not all(trained) and _is_of_all(self.tx, state, leaves)
                 if not is_of_all and _may_be_of(self.tx, state, shown):
                     raise
                 raise _foreign(leaves, trained, is_of_all) from error
-            cuts = any(isinstance(part, Choice) for part in trained)
-            if cuts and _is_broadcast(self.tx, shown, state, after):
+            if _is_broadcast(self.tx, trained, shown, state, after):
                 raise _foreign(leaves, trained)
-            parts = {
-                names_of(keys): part
-                for keys, part in zip(leaves.key_paths, trained, strict=True)
-                if isinstance(part, filters.Part)
-            }
-            if parts:
-                own = parameters_of(shown)
-                after = with_paused(self.tx, own, parts, state, after)
-        return updates, after
+            return updates, self._paused(leaves, trained, shown, state, after)
 
-    def _gradients(
-        self, gradients: Any, leaves: Leaves, trained: Sequence[Any], shown: Any
-    ) -> list[Any]:
-        """The gradient of each parameter; raises if one lacks that is trained.
+    def _step(
+        self,
+        leaves: Leaves,
+        trained: Sequence[Any],
+        gradients: Sequence[Any],
+        state: Any,
+        own: Any,
+        extra: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        """A step of ``tx`` on what is trained: the updates of all, and its state."""
+        parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
+        seen = leaves.treedef.unflatten(map(_seen, parameters, gradients))
+        of_trained, after = self.tx.update(seen, state, own, **extra)
+        out = map(_update, parameters, leaves.treedef.flatten_up_to(of_trained))
+        return leaves.restore(out), after
 
-        Parameters that a freeze in ``tx`` drops may lack one. ``shown`` is what ``tx``
-        is given as its parameters.
-        """
-        spared = functools.cache(lambda: _frozen_in(self.tx, shown))
-        return gradient_of_each(leaves, gradients, trained, spared)
+    def _paused(
+        self, leaves: Leaves, trained: Sequence[Any], shown: Any, state: Any, after: Any
+    ) -> Any:
+        """The state after a step, in which the moments of frozen parts stood still."""
+        parts = {
+            names_of(keys): part
+            for keys, part in zip(leaves.key_paths, trained, strict=True)
+            if isinstance(part, filters.Part)
+        }
+        if not parts:
+            return after
+        return with_paused(self.tx, parameters_of(shown), parts, state, after)
 
 
 def freeze(
@@ -379,12 +386,16 @@ def _is_of_all(tx: Any, state: Any, leaves: Leaves) -> bool:
     return _shapes_of(made) == _shapes_of(state)
 
 
-def _is_broadcast(tx: Any, params: Any, state: Any, after: Any) -> bool:
+def _is_broadcast(
+    tx: Any, trained: Sequence[Any], params: Any, state: Any, after: Any
+) -> bool:
     """Whether moments of one row became those of several.
 
     A state may grow at the first update, as that of ``optax.monitor`` does. What the
     update brings to the shape that ``tx.init`` makes had another one before.
     """
+    if not any(isinstance(part, Choice) for part in trained):
+        return False
     was, now = _shapes_of(state), _shapes_of(after)
     if was == now:
         return False

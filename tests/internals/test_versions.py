@@ -228,7 +228,7 @@ def test_variables_that_a_loop_gives_in_another_order(monkeypatch):
 
 
 def test_the_import_brings_nothing_slow():
-    code = 'import flax.linen, optax, chex, numpy.typing, flax.training.train_state'
+    code = 'import flax.linen, optax, numpy.typing, flax.training.train_state'
     done = imported(code)
     assert done.returncode == 0, done.stderr
     new = ast.literal_eval(done.stdout)

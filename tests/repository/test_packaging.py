@@ -17,7 +17,7 @@ import pytest
 import flax_sg
 
 ROOT = Path(__file__).parents[2]
-CORE = {'flax', 'jax', 'jaxlib', 'optax', 'chex'}
+CORE = {'flax', 'jax', 'jaxlib', 'optax'}
 
 
 def run_python(*args: str, cwd: Path = ROOT) -> str:
@@ -53,13 +53,13 @@ def requirements(metadata: email.message.Message, extra: str | None) -> set[str]
     }
 
 
-def test_the_core_needs_exactly_five_packages(metadata: email.message.Message):
+def test_the_core_needs_exactly_four_packages(metadata: email.message.Message):
     assert requirements(metadata, None) == CORE
 
 
 def test_dev_brings_every_extra(metadata: email.message.Message):
     extras = set(metadata.get_all('Provides-Extra', []))
-    assert {'demo', 'plot', 'test', 'lint', 'docs', 'package', 'dev'} <= extras
+    assert {'demo', 'pages', 'plot', 'test', 'lint', 'docs', 'package', 'dev'} <= extras
     dev = set().union(*(requirements(metadata, extra) for extra in extras - {'dev'}))
     assert requirements(metadata, 'dev') == dev
 

@@ -1,6 +1,6 @@
 """Measures a frozen backbone in an NNX model: by hand, by views, by ``DiffState``.
 
-    python -m benchmarks.graphs
+    python -m benchmarks.nnx_models
 
 A transformer of twelve layers, written in NNX, with a trained head. Prints a table.
 Times are ratios to stops by hand. Then what a view of 200 modules costs, beside
