@@ -162,6 +162,13 @@ def renames() -> None:
     Renames().init(jax.random.key(0), X)
 
 
+def normalized(where: Any, state: str) -> Any:
+    norm = fnn.BatchNorm(use_running_average=False)
+    variables = oracle.init(norm, jax.random.key(0), jnp.ones((2, 3)))
+    frozen = nn.Frozen(norm, where, state=state)
+    return frozen.apply(variables, jnp.ones((2, 3)), mutable=['batch_stats'])
+
+
 CASES: dict[str, Any] = {
     'a value for a variable outside of the module': (
         lambda: shared({'embed': {'embedding': X}, 'out': OUT}),
@@ -215,4 +222,12 @@ CASES: dict[str, Any] = {
     'wrapped None': lambda: nn.mirror(None),
     'wrapper with a second name': renames,
     'state': lambda: nn.Frozen(MODEL, state='frozen'),
+    'an evaluation for some steps': (
+        lambda: jax.jit(lambda n: normalized(n < 2, 'eval'))(0),
+        lambda: jax.jit(lambda n: normalized(n < 2, 'hold'))(0),
+    ),
+    'an evaluation in part': (
+        lambda: normalized(sg.at(True, np.s_[:1]), 'eval'),
+        lambda: normalized(sg.at(True, np.s_[:1]), 'hold'),
+    ),
 }
