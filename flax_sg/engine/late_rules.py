@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+import jax
+
 from flax_sg.engine import blocks, numbers
 from flax_sg.engine.roots import Blocks
 from flax_sg.internals import patching, tracing
@@ -24,13 +26,20 @@ def hook_for(name: str) -> Callable[..., Any]:
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not (open_blocks := blocks.active()):
             return patching.originals[name](self, *args, **kwargs)
-        rules = {rule: getattr(self, rule) for rule in patching.RULES[name]}
+        # What is no rule is None, and in a tuple an option.
+        rules = {rule: getattr(self, rule, None) for rule in patching.RULES[name]}
         # Functions of JAX (relu, softmax, ...) and of flax_sg read no variables.
-        if not _of_jax(self, rules.values()):
+        if not _of_jax(
+            self, filter(callable, jax.tree.leaves(rules, is_leaf=callable))
+        ):
             self, applies = _copy(self), tuple(blocks.thread.applies)
+
+            def resuming(rule: Any) -> Any:
+                is_rule = callable(rule)
+                return _resuming(rule, open_blocks, applies) if is_rule else rule
+
             for attribute, rule in rules.items():
-                if rule is not None:
-                    setattr(self, attribute, _resuming(rule, open_blocks, applies))
+                setattr(self, attribute, jax.tree.map(resuming, rule, is_leaf=callable))
             for block in open_blocks:
                 # A rule may read a variable that the function itself does not read.
                 if block.kept_trace != tracing.kept_trace():
@@ -55,7 +64,7 @@ def _of_jax(function: Any, rules: Iterable[Any]) -> bool:
         return True
     # A function of JAX with a closure may wrap one of the user (``custom_gradient``).
     is_plain = getattr(fn, '__closure__', None) is None
-    own_rules = all(_is_in(rule, 'jax.') for rule in rules if rule is not None)
+    own_rules = all(_is_in(rule, 'jax.') for rule in rules)
     return _is_in(fn, 'jax.') and is_plain and own_rules
 
 

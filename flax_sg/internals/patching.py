@@ -37,10 +37,11 @@ HOOKED: dict[str, tuple[Any, str]] = {
     'custom_vmap': (custom_batching.custom_vmap, '__call__'),
 }
 
-# The attributes in which JAX stores custom rules of a function, to call them later.
+# The attributes in which JAX stores custom rules of a function, to call them later. Of
+# ``defremat`` (jax 0.12) it stores several in a tuple.
 RULES: dict[str, tuple[str, ...]] = {
     'custom_jvp': ('jvp',),
-    'custom_vjp': ('fwd', 'bwd'),
+    'custom_vjp': ('fwd', 'bwd', 'remat_rules'),
     'custom_vmap': ('vmap_rule',),
 }
 

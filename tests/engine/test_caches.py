@@ -684,6 +684,44 @@ def test_a_late_rule_does_not_use_the_number_of_another_block(jitted, of_functio
     assert jnp.allclose(found['kernel'], 110.0 * plain['kernel'])
 
 
+@pytest.mark.skipif(
+    not hasattr(jax.custom_vjp, 'defremat'), reason='this JAX has no defremat'
+)
+@pytest.mark.parametrize('around', [lambda fn: fn, jax.remat])
+def test_the_rules_of_a_rematerialization_run_late_too(around):
+    def rule(reads: Any) -> Any:
+        fn = jax.custom_vjp(reads)
+        fn.defremat(
+            lambda params: (reads(params), None),
+            lambda kept, params: (reads(params), params),
+            lambda params, ct: (
+                jax.tree.map(lambda g: ct * g, jax.grad(reads)(params)),
+            ),
+        )
+        return fn
+
+    def loss(params: Any) -> Any:
+        with nn.stop_gradient('**/kernel'):
+            return around(rule(summed))(params)
+
+    def by_hand(params: Any) -> Any:
+        return summed(
+            {'dense': {**params['dense'], 'kernel': stop(params['dense']['kernel'])}}
+        )
+
+    stop = lax.stop_gradient
+    flags = 'jax_custom_vjp3', 'jax_remat3'
+    before = [getattr(jax.config, flag) for flag in flags]
+    try:
+        for flag in flags:
+            jax.config.update(flag, True)
+        found = jax.jit(jax.grad(loss))(PARAMS)
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            jax.config.update(flag, value)
+    oracle.assert_same(found, jax.jit(jax.grad(by_hand))(PARAMS))
+
+
 class Pair(fnn.Module):
     @fnn.compact
     def __call__(self, x):
