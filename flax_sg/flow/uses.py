@@ -116,9 +116,17 @@ def _is_met(flat: Flat, value: int, output: int) -> bool:
     return bool(flat.read[value] >> output & 1) and has_tangent(flat.avals[value])
 
 
-class _Input(NamedTuple):
-    """An input of a step: the parameter, or a part of it; whether it is stopped."""
+class _Read(NamedTuple):
+    """A step that takes the parameter in, or a part of it.
 
+    Attributes:
+        step: the step; None for an output of the program.
+        position: which of the inputs of the step it is.
+        stopped: whether no gradient comes back from there.
+        is_part: whether it is a part of the parameter alone.
+    """
+
+    step: Step | None
     position: int
     stopped: bool
     is_part: bool
@@ -142,7 +150,24 @@ def _uses(
         and whether the step chooses between the parameter and itself, of which one is
         stopped and the other is not. If nobody knows, it may.
     """
-    inputs_of: dict[Step, list[_Input]] = {}
+    reads_of: dict[Step | None, list[_Read]] = {}
+    for read in _reads(flat, inputs, is_stopped):
+        reads_of.setdefault(read.step, []).append(read)
+    for step, reads in reads_of.items():
+        for read in reads:
+            rivals = [other for other in reads if other is not read]
+            if is_stopped:
+                rivals = [other for other in rivals if other.stopped != read.stopped]
+            if not read.is_part:
+                yield step, read.stopped, _chooses(flat, read, rivals)
+
+
+def _reads(
+    flat: Flat,
+    inputs: Iterable[int],
+    is_stopped: Callable[[Step, int], bool] | None,
+) -> Iterator[_Read]:
+    """Follows a parameter, and its parts, to the steps that take them in."""
     # A value; whether it is stopped; whether it is a part of the parameter alone.
     waiting = [(value, False, False) for value in inputs]
     seen: set[tuple[int, bool, bool]] = set()
@@ -152,36 +177,40 @@ def _uses(
             continue
         seen.add(state)
         if value in flat.outputs and not is_part:
-            yield None, stopped, False
+            yield _Read(None, 0, stopped, is_part)
         for step, index in flat.readers[value]:
-            is_branch = step.name == 'cond' and index < (step.joins or 0)
-            # ``vmap`` runs all branches of a ``cond``, each with its inputs stopped for
-            # the examples that do not take it, and chooses among the results.
-            splits = step.name in ('stop_gradient', 'select_n')
-            if splits and jaxprs.is_of_cond(step.eqn):
-                if not index:
-                    continue
-                is_branch = True
-            ends = stopped or bool(is_stopped and is_stopped(step, index))
-            if is_branch:
+            if _is_of_vmapped_cond(step):
+                branches = [step.outs[0]] if index else []
+                waiting += [(out, stopped, is_part) for out in branches]
+                continue
+            if step.name == 'cond' and index < (step.joins or 0):
                 waiting.append((step.outs[0], stopped, is_part))
-            elif step.name in _SAME_VALUE:
+                continue
+            ends = stopped or bool(is_stopped and is_stopped(step, index))
+            if step.name in _SAME_VALUE:
                 waiting.append((step.outs[index], ends, is_part))
-            else:
-                inputs_of.setdefault(step, []).append(_Input(index, ends, is_part))
-                if step.name in _PARTS and not index:
-                    waiting += [(out, ends, True) for out in step.outs]
-    for step, together in inputs_of.items():
-        for taken in together:
-            others = [other for other in together if other is not taken]
-            if step.name == 'select_n':
-                # Of a constant mask the proof knows which elements it takes.
-                known = _is_constant(flat, step.ins[0])
-                others = [x for x in others if not (known or x.is_part)]
-            elif step.name not in _OVERWRITE or taken.position:
-                # Zeros in some rows are no choice: no part of the parameter is there.
-                others = []
-            if is_stopped:
-                others = [x for x in others if x.stopped != taken.stopped]
-            if not taken.is_part:
-                yield step, taken.stopped, bool(others)
+                continue
+            if step.name in _PARTS and not index:
+                waiting += [(out, ends, True) for out in step.outs]
+            yield _Read(step, index, ends, is_part)
+
+
+def _is_of_vmapped_cond(step: Step) -> bool:
+    """Whether ``vmap`` made a step of a ``cond`` whose branch differs by example.
+
+    It runs all branches, each with its inputs stopped for the examples that do not take
+    it, and chooses among the results.
+    """
+    return step.name in ('stop_gradient', 'select_n') and jaxprs.is_of_cond(step.eqn)
+
+
+def _chooses(flat: Flat, read: _Read, rivals: list[_Read]) -> bool:
+    """Whether a step chooses, element by element, what it returns of some inputs."""
+    step = read.step
+    if step is not None and step.name == 'select_n':
+        # Of a constant mask the proof knows which elements it takes.
+        known = _is_constant(flat, step.ins[0])
+        return not known and any(not rival.is_part for rival in rivals)
+    # Zeros in some rows are no choice: no part of the parameter is there.
+    overwrites = step is not None and step.name in _OVERWRITE
+    return overwrites and not read.position and bool(rivals)

@@ -156,7 +156,7 @@ def _selects_whole(block: blocks.Block, root: roots.Root, key: Key) -> bool:
 
 
 def _is_held(
-    holds: Callable[..., bool], scope: Scope, below: tuple[str, ...] = ()
+    holds: Callable[..., bool | filters.Part], scope: Scope, below: tuple[str, ...] = ()
 ) -> bool:
     """Whether a module has state, and all of it is held.
 
@@ -179,7 +179,7 @@ def _is_held(
 
 
 @contextlib.contextmanager
-def _held(module: Any, holds: Callable[..., bool]) -> Generator[None]:
+def _held(module: Any, holds: Callable[..., bool | filters.Part]) -> Generator[None]:
     scopes = modules.own_scopes(module)
     before = [core_scopes.copied_mutable(scope) for scope in scopes]
     try:
@@ -218,7 +218,7 @@ def _put_back(
 
 
 def _evaluate(
-    holds: Callable[..., bool],
+    holds: Callable[..., bool | filters.Part],
     covers: Callable[..., bool],
     next_fun: Any,
     args: Any,
