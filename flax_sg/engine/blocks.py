@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -51,7 +51,8 @@ class Block:
         matched: the atoms of the filter that mean one of these variables.
         collections: the collections met so far.
         uncovered: variables of trees that are not covered.
-        had_effect: whether a variable that was read is selected.
+        effective: the shape of the filter, if it selects a variable that was read; of
+            a list also the shapes of the atoms that do.
         is_open: whether the block's code runs, or a ``jax.custom_vjp`` rule of a
             function called in the block; see ``late_rules.py``.
         untraced: the variables that were met while no trace in the block ran that JAX
@@ -74,7 +75,7 @@ class Block:
     matched: set[filters.Filter] = field(default_factory=set)
     collections: set[str] = field(default_factory=set)
     uncovered: set[Facts] = field(default_factory=set)
-    had_effect: bool = False
+    effective: set[Hashable] = field(default_factory=set[Hashable])
     is_open: bool = True
     untraced: set[Facts] = field(default_factory=set)
     roots: ByIdentity[Root | None] = field(default_factory=ByIdentity)

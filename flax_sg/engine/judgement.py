@@ -51,8 +51,9 @@ def judge(block: Block, reads: bool) -> None:
         history = block.lease.number.history
         if not block.lease.is_blank:
             history.untraced |= block.untraced
-        if reads and not (_has_effect(block) or history.had_effect):
-            warn_once(_no_effect(block), block.place)
+        block.effective |= history.effective
+        if reads and (idle := _idle(block)) is not None:
+            warn_once(_no_effect(block, idle), block.place)
 
 
 def leave_unjudged(block: Block) -> None:
@@ -155,16 +156,29 @@ def _unused(
     return error
 
 
-def _has_effect(block: Block) -> bool:
-    """Whether a block has rewritten something that was read, or need not."""
-    if block.had_effect:
-        return True
+def _idle(block: Block) -> filters.Filter | None:
+    """The filter of a block, or a part of a list, that selects nothing that was read.
+
+    None if there is none, or if it need not select anything.
+    """
     where = block.rewrite.where
     if where == filters.Constant(True):
-        return not block.uncovered and not _ran_no_module(block)
-    if not where.atoms or where.may_be_empty or block.rewrite.rule.acts_on == 'writes':
-        return True
-    return thread.doubts is not None
+        is_idle = block.uncovered or _ran_no_module(block)
+        return where if is_idle and not block.effective else None
+    if thread.doubts is not None or block.rewrite.rule.acts_on == 'writes':
+        return None
+    if not block.effective:
+        return None if _may_be_idle(where) else where
+    for part in where.parts if isinstance(where, filters.Or) else ():
+        is_idle = block.effective.isdisjoint(atom.shape for atom in part.atoms)
+        if is_idle and not (_may_be_idle(part) or isinstance(part, filters.Not)):
+            return part
+    return None
+
+
+def _may_be_idle(where: filters.Filter) -> bool:
+    """Whether it is no mistake if a filter selects nothing that was read."""
+    return not where.atoms or where.may_be_empty
 
 
 def _ran_no_module(block: Block) -> bool:
@@ -173,15 +187,17 @@ def _ran_no_module(block: Block) -> bool:
     return is_empty and block.rewrite.rule.acts_on != 'writes'
 
 
-def _no_effect(block: Block) -> str:
+def _no_effect(block: Block, idle: filters.Filter) -> str:
     if not block.rewrite.where.atoms:
         error = _only_inside(block) if block.uncovered else _nothing_read(block)
         return f'{error}\nThe block was opened at {block.place}.'
     to_stop = 'To stop a value write jax.lax.stop_gradient(h). '
     stops = block.rewrite.rule.name == 'stop_gradient'
+    part = '' if idle is block.rewrite.where else f'{idle!r} in '
     return (
-        f'The block of {block.rewrite!r}, opened at {block.place}, had no effect: '
-        'it selects nothing that was read in it. Was it read before the block?\n'
+        f'{part or "The block of "}{block.rewrite!r}, opened at {block.place}, had no '
+        'effect: it selects nothing that was read in it. Was it read before the '
+        'block?\n'
         f'{to_stop if stops else ""}'
         'Open the block around the code that reads these variables, or pass '
         "unused='ignore'."
@@ -243,7 +259,9 @@ def _meet(
     # Nothing is differentiated by what ``init`` makes, and in a tree without variables
     # there is nothing to read: neither deserves a warning.
     is_empty = block.tree is None and not variables
-    block.had_effect = block.had_effect or root.initializing or is_empty
+    if root.initializing or is_empty:
+        block.effective.add(block.rewrite.where.shape)
+        block.effective |= block.asker.listed
     if _has_met_all(block):
         return
     owner = block.owner_path if block.tree is root.tree else ()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 import weakref
@@ -55,6 +56,7 @@ class Asker:
         has_functions: whether the filter calls a function of the user.
         asks_path: whether two variables may be treated differently by their names.
         is_complement: whether the filter names what it does not select.
+        is_list: whether the filter is any of several.
         kind: equal for blocks that differ in answers alone.
         blank: equal for blocks that act alike until a trace depends on them.
         sure: equal for blocks of one kind that surely give the same answers.
@@ -69,6 +71,7 @@ class Asker:
         self.has_functions = 'code' in where.needs
         self.asks_path = bool(where.atoms) or rule.asks_path
         self.is_complement = isinstance(where, filters.Not)
+        self.is_list = isinstance(where, filters.Or)
         # Blank numbers are told apart by what no question asks for: how a block treats
         # writes, which collections it looks at, and whether it covers new trees.
         looks_at = self.rewrite.collections, self.tree is None
@@ -97,6 +100,17 @@ class Asker:
         """
         ask = self._ask_once if self.has_functions else expressions.takes
         return expressions.decide(self.rewrite.where, path, matched, ask)
+
+    @functools.cached_property
+    def listed(self) -> frozenset[Hashable]:
+        """The shapes of the atoms of a list."""
+        return frozenset(atom.shape for atom in self.rewrite.where.atoms)
+
+    def listed_for(self, path: Path) -> set[Hashable]:
+        """The shapes of those that mean a variable."""
+        matched: set[filters.Filter] = set()
+        self.ask(path, matched)
+        return {atom.shape for atom in matched}
 
     def _ask_once(self, atom: expressions.Atom, path: Path) -> Any:
         """Asks an elementary filter; a function once for each variable and block."""
@@ -161,12 +175,13 @@ class History:
     Attributes:
         has_traces: whether a trace that JAX keeps depends on one of them. If that block
             is wrong, no other finds the number any more.
-        had_effect: whether one has selected a variable that was read in it.
+        effective: the parts of its filter that have selected a variable that was read,
+            by their shapes.
         untraced: the variables that these met outside of programs that JAX keeps.
     """
 
     has_traces: bool = False
-    had_effect: bool = False
+    effective: set[Hashable] = dataclasses.field(default_factory=set[Hashable])
     untraced: set[Facts] = dataclasses.field(default_factory=set)
 
 

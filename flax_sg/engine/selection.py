@@ -65,15 +65,24 @@ def decide(
     if decided is None:
         decided = block.decisions[facts] = _asked(block, block.asker.path_of(facts))
     if read:
+        asker = block.asker
         # A block of ``train_only`` is right, too, if all that is read in it is trained.
-        selects = bool(decided[1]) or block.asker.is_complement
-        block.had_effect = block.had_effect or selects
+        selects = decided[1] is not False or asker.is_complement
+        if selects and (asker.is_list or not block.effective):
+            _note_effect(block, decided[0])
     in_program = block.kept_trace != tracing.kept_trace()
     if in_program and (read or noted):
         _note(block, root, [facts], read)
     elif not in_program and (read or root.kept_trace == block.kept_trace):
         block.untraced.add(facts)
     return decided
+
+
+def _note_effect(block: Block, path: Path) -> None:
+    """Notes that a filter selects what is read, and which atoms of a list do."""
+    block.effective.add(block.rewrite.where.shape)
+    if block.asker.is_list and not block.effective.issuperset(block.asker.listed):
+        block.effective |= block.asker.listed_for(path)
 
 
 def _asked(block: Block, path: Path) -> Decided:
@@ -102,7 +111,7 @@ def _note(block: Block, root: Root, decided: Sequence[Facts], read: bool) -> Non
     is_own = is_older and selects_one and rule.acts_on == 'cotangents'
     if decided or questions:
         block.lease.note(questions, is_own)
-        block.lease.number.history.had_effect |= block.had_effect
+        block.lease.number.history.effective |= block.effective
 
 
 def _is_made_inside(block: Block, root: Root) -> bool:

@@ -470,3 +470,69 @@ def test_a_block_behind_the_read_asks_whether_it_was_before(make):
     # Another rule stops no value.
     is_stop = make is nn.stop_gradient
     assert ('jax.lax.stop_gradient(h)' in text) is is_stop
+
+
+LISTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    'globs': (['a/**', 'b/**'], ('b',)),
+    'one of them in part': (['a/kernel', 'b/kernel'], ('b/kernel',)),
+    'a function': ([lambda path: path.startswith('a'), 'b/bias'], ('b/bias',)),
+    'with an index': ([sg.at('a/**', ...), 'b/*'], ('b',)),
+}
+
+
+@pytest.mark.parametrize('jitted', [False, True])
+@pytest.mark.parametrize('name', LISTS)
+def test_each_part_of_a_list_is_judged_as_if_it_stood_alone(name, jitted):
+    where, stopped = LISTS[name]
+
+    class Behind(Two):
+        def __call__(self, x):
+            h = self.a(x)
+            with nn.stop_gradient(where):
+                return self.b(h)
+
+    def of_behind(params: Any) -> Any:
+        return jnp.sum(Behind().apply({'params': params}, X))
+
+    gradient = jax.grad(of_behind)
+    gradient = jax.jit(gradient) if jitted else gradient
+    wanted = by_hand(stopped, loss)
+    with pytest.warns(errors.NothingStoppedWarning, match='had no effect') as caught:
+        oracle.assert_same(gradient(PARAMS), wanted)
+    idle, is_part, _ = str(caught[0].message).partition(' in stop_gradient(')
+    assert is_part
+    assert 'b/' not in idle
+
+
+FINE: dict[str, Any] = {
+    'both are read': ['a/**', 'b/**'],
+    'one of them is a complement': [~sg.where('b/**'), 'b/kernel'],
+    'one of them may be empty': [
+        'a/**',
+        sg.live(lambda p: jnp.sum(p['a']['bias']), PARAMS),
+    ],
+    'all': sg.where('a/**') | True,
+    'a condition': ['a/**', sg.where('b/**') & False],
+}
+
+
+@pytest.mark.parametrize('jitted', [False, True])
+@pytest.mark.parametrize('name', FINE)
+def test_nothing_is_said_of_a_list_that_is_right(name, jitted):
+    class Within(Two):
+        def __call__(self, x):
+            with nn.stop_gradient(FINE[name]):
+                return self.b(self.a(x))
+
+    run = jax.jit(Within().apply) if jitted else Within().apply
+    for _ in range(2):
+        run(VARIABLES, X)
+    Within().init(KEY, X)
+
+
+def test_a_program_that_is_found_repeats_what_was_read_in_it():
+    """Two models of one filter: the second block runs what the first has traced."""
+    apply = jax.jit(MODEL.apply)
+    for _ in range(3):
+        with nn.stop_gradient(['a/**', 'b/**']):
+            apply(VARIABLES, X)
