@@ -126,8 +126,9 @@ class Filter(ToldByHash, abc.ABC):
         advice = self._advice(paths) if paths else 'There are no variables.'
         some = f'{len(paths)} variable{"s" * (len(paths) != 1)}{under}'
         return errors.UnusedFilterError(
-            f'{self!r} matches none of the {some}.\n{advice}\n'
-            "If nothing has to match, pass unused='ignore'."
+            f'{self!r} matches none of the {some}.',
+            advice,
+            "If nothing has to match, pass unused='ignore'.",
         )
 
     def _advice(self, paths: Sequence[Path]) -> str:

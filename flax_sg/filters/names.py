@@ -332,21 +332,24 @@ def no_variables(
     outside = f'/{path.lstrip("/")}'
     if outside in texts:
         return errors.UnusedFilterError(
-            f'{who} has a value for {path!r}, which lies outside of the module.\n'
+            f'{who} has a value for {path!r}, which lies outside of the module.',
+            '',
             "It names the module's own variables. For others give a function "
             '(path, value) -> value; or open nn.substitute(tree) in the module around '
-            'them, where they have names.'
+            'them, where they have names.',
         )
     near = nearest(path, texts, 1)
     if path in near and '/' in ''.join(missing[0]):
         return errors.UnusedFilterError(
-            f'{who} is flat: it has {path!r} for nested names.\n'
-            "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/')."
+            f'{who} is flat: it has {path!r} for nested names.',
+            '',
+            "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/').",
         )
     more = f' and {len(missing) - 1} more' if len(missing) > 1 else ''
     hint = f' (nearest: {near[0]!r})' if near else ''
     return errors.UnusedFilterError(
-        f'{who} has a value for {path!r}{more}, which is no variable{hint}.\n'
+        f'{who} has a value for {path!r}{more}, which is no variable{hint}.',
+        '',
         'Spell names as the variables, from below the collection. If some may be '
-        "missing, pass unused='ignore'."
+        "missing, pass unused='ignore'.",
     )

@@ -82,14 +82,14 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         except errors.UnusedFilterError as error:
             with contextlib.suppress(errors.FlaxSGError):
                 asked = _asked(walk, every, where, unused)
-                matched = [leaf for leaf, _, decisions in asked if any(decisions)]
-                others = [leaf for leaf in matched if leaf not in own]
-                head, *_, last = str(error).splitlines()
-                found = _kinds_in(others)
-                hint = f'It matches values of another kind: write kind={found}.'
-                if not others:  # Such as a tree of bools that is False for these.
-                    hint = 'It has values for other kinds: write kind=... in the call.'
-                error.args = (f'{head}\n{hint}\n{last}',)
+                found = _kinds_in([x.leaf for x in asked if any(x.decisions)], own)
+                advice = f'It matches values of another kind: write kind={found}.'
+                if not found:  # Such as a tree of bools that is False for these.
+                    advice = (
+                        'It has values for other kinds: write kind=... in the call.'
+                    )
+                problem, _, otherwise = error.args
+                error.args = problem, advice, otherwise
             raise
 
 
@@ -122,6 +122,7 @@ def _shown(kind: Any) -> str:
     return f'nnx.{kind.__name__}' if is_of_flax else kind.__name__
 
 
-def _kinds_in(leaves: Sequence[Leaf]) -> str:
-    names = dict.fromkeys(_shown(type(leaf.value)) for leaf in leaves)
+def _kinds_in(leaves: Sequence[Leaf], but: Sequence[Leaf] = ()) -> str:
+    """The kinds of some leaves, but for some of them, as they are written."""
+    names = dict.fromkeys(_shown(type(x.value)) for x in leaves if x not in but)
     return ', '.join(names) if len(names) < 2 else f'({", ".join(names)})'

@@ -13,7 +13,7 @@ from flax_sg.filters import Where
 from flax_sg.nnx.asking import parameters
 from flax_sg.nnx.values import other_values
 from flax_sg.nnx.views import view
-from flax_sg.rules import rewrites
+from flax_sg.rules import cotangent_rewrites, value_rewrites
 from flax_sg.trees.nnx_walks import Walk
 
 M = TypeVar('M')
@@ -87,7 +87,7 @@ def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any)
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
     filters.named(filters.as_filter(where), 'frozen', 'nnx.stop_gradient(model, {})')
-    return view(Walk(model), rewrites.stop_gradient(where, **how), kind)
+    return view(Walk(model), value_rewrites.stop_gradient(where, **how), kind)
 
 
 def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
@@ -116,7 +116,7 @@ def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) ->
         As ``stop_gradient``.
     """
     filters.named(filters.as_filter(where), 'trained', 'nnx.train_only(model, {})')
-    rewrite = rewrites.train_only(where, **how)
+    rewrite = value_rewrites.train_only(where, **how)
     return view(Walk(model), rewrite, kind, 'train_only')
 
 
@@ -157,7 +157,7 @@ def substitute(model: M, values: Any, *, kind: Any = parameters, **how: Any) -> 
     walk = Walk(model)
     if isinstance(values, (nnx.Pytree, Mapping, list, tuple)):
         return view(walk, other_values(walk, values, kind, **how), kind)
-    return view(walk, rewrites.substitute(values, **how), kind)
+    return view(walk, value_rewrites.substitute(values, **how), kind)
 
 
 def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> M:
@@ -187,7 +187,7 @@ def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> 
     Raises:
         CotangentError: in the backward pass, if ``fn`` changes the shape or the dtype.
     """
-    return _of(rewrites.map_cotangent, model, where, fn, *values, **how)
+    return _of(cotangent_rewrites.map_cotangent, model, where, fn, *values, **how)
 
 
 def scale_gradient(model: M, where: Where, factor: Any, **how: Any) -> M:
@@ -210,7 +210,7 @@ def scale_gradient(model: M, where: Where, factor: Any, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.scale_gradient, model, where, factor, **how)
+    return _of(cotangent_rewrites.scale_gradient, model, where, factor, **how)
 
 
 def reverse_gradient(model: M, where: Where, *factor: Any, **how: Any) -> M:
@@ -234,7 +234,7 @@ def reverse_gradient(model: M, where: Where, *factor: Any, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.reverse_gradient, model, where, *factor, **how)
+    return _of(cotangent_rewrites.reverse_gradient, model, where, *factor, **how)
 
 
 def clip_gradient(model: M, where: Where, **how: Any) -> M:
@@ -258,7 +258,7 @@ def clip_gradient(model: M, where: Where, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.clip_gradient, model, where, **how)
+    return _of(cotangent_rewrites.clip_gradient, model, where, **how)
 
 
 def replace_cotangent(model: M, where: Where, value: Any, **how: Any) -> M:
@@ -281,7 +281,7 @@ def replace_cotangent(model: M, where: Where, value: Any, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.replace_cotangent, model, where, value, **how)
+    return _of(cotangent_rewrites.replace_cotangent, model, where, value, **how)
 
 
 def print_cotangent(model: M, where: Where, **how: Any) -> M:
@@ -303,7 +303,7 @@ def print_cotangent(model: M, where: Where, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.print_cotangent, model, where, **how)
+    return _of(cotangent_rewrites.print_cotangent, model, where, **how)
 
 
 def _of(make: Any, model: M, *args: Any, kind: Any = parameters, **how: Any) -> M:
