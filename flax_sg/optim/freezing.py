@@ -243,14 +243,14 @@ def pruned(
         trained: which of them are trained.
         values: other values; by default the parameters.
     """
-    given = leaves.values if values is None else values
+    values = leaves.values if values is None else values
     return leaves.treedef.unflatten(
         part.cut(leaf, np.ndim(leaves.values[n]))
         if isinstance(part, Choice)
         else leaf
         if part
         else ABSENT
-        for n, (part, leaf) in enumerate(zip(trained, given, strict=True))
+        for n, (part, leaf) in enumerate(zip(trained, values, strict=True))
     )
 
 
@@ -339,22 +339,22 @@ def _may_be_of(tx: Any, state: Any, params: Any) -> bool:
     It may have grown at the first update, as that of ``optax.monitor`` does.
     """
     try:
-        made = jax.eval_shape(tx.init, params)
+        initial = jax.eval_shape(tx.init, params)
     except jax.errors.JAXTypeError:  # ``tx.init`` asks for values.
         return True
-    begun, now = _shapes_of(made), _shapes_of(state)
+    begun, now = _shapes_of(initial), _shapes_of(state)
     if begun == now:
-        return jax.tree.structure(made) == jax.tree.structure(state)
+        return jax.tree.structure(initial) == jax.tree.structure(state)
     return begun.items() < now.items()
 
 
 def _is_of_all(tx: Any, state: Any, leaves: Leaves) -> bool:
     """Whether a state has the shapes of one in which nothing is frozen."""
     try:
-        made = jax.eval_shape(tx.init, leaves.restore(leaves.values))
+        initial = jax.eval_shape(tx.init, leaves.restore(leaves.values))
     except jax.errors.JAXTypeError:  # It asks for values.
         return False
-    return _shapes_of(made) == _shapes_of(state)
+    return _shapes_of(initial) == _shapes_of(state)
 
 
 def _is_broadcast(
@@ -371,8 +371,8 @@ def _is_broadcast(
     if was == now:
         return False
     changed = {keys for keys in was.keys() & now.keys() if was[keys] != now[keys]}
-    made = _shapes_of(jax.eval_shape(tx.init, params)) if changed else {}
-    return any(made.get(keys) == now[keys] for keys in changed)
+    initial = _shapes_of(jax.eval_shape(tx.init, params)) if changed else {}
+    return any(initial.get(keys) == now[keys] for keys in changed)
 
 
 def _shapes_of(state: Any) -> dict[Any, tuple[int, ...]]:
@@ -418,13 +418,13 @@ def _rows_in_rows(path: str) -> errors.PartError:
 
 def _of_all_parameters(name: str, extra: Collection[str]) -> errors.ArgumentTypeError:
     fn = 'jax.grad(of_part)' if name == 'grad_fn' else 'of_part'
-    given = ', '.join([f'{k}={k}' for k in extra if k != name] + [f'{name}={fn}'])
+    arguments = ', '.join([f'{k}={k}' for k in extra if k != name] + [f'{name}={fn}'])
     return errors.ArgumentTypeError(
         f'tx.update got {name}=, a function of all parameters, and sg.freeze shows its '
         'optimizer the trained ones only.\n'
         'Give optax the trained part, and the optimizer without sg.freeze:\n'
         'part, rest = sg.partition(params, ~sg.where(where))\n'
         'of_part = lambda part: loss(sg.combine(part, rest))\n'
-        f'updates, state = tx.update(grads, state, part, {given})\n'
+        f'updates, state = tx.update(grads, state, part, {arguments})\n'
         'params = sg.combine(optax.apply_updates(part, updates), rest)'
     )

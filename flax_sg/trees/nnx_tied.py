@@ -77,10 +77,10 @@ class Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static) or self.cls is not other.cls:
             return False
-        mine, theirs = self.attributes, other.attributes
-        return (self._data, mine.keys()) == (other._data, theirs.keys()) and all(
-            x is theirs[name] or x == theirs[name]
-            for name, x in mine.items()
+        left, right = self.attributes, other.attributes
+        return (self._data, left.keys()) == (other._data, right.keys()) and all(
+            x is right[name] or x == right[name]
+            for name, x in left.items()
             if not name.startswith('_pytree__')  # Flax's own notes of an object.
         )
 
