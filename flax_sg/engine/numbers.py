@@ -27,6 +27,7 @@ from flax_sg import filters
 from flax_sg.filters import expressions
 from flax_sg.filters.paths import Path
 from flax_sg.internals import versions
+from flax_sg.internals.types import Decision
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Facts
 
@@ -89,7 +90,7 @@ class Asker:
         collection, names, inner, array = facts
         return Path.of(collection, names, self.owner_path, inner, array)
 
-    def ask(self, path: Path, matched: set[filters.Filter] | None = None) -> Any:
+    def ask(self, path: Path, matched: set[filters.Filter] | None = None) -> Decision:
         """Whether the filter selects a variable: a bool, or a ``Part`` of it.
 
         Args:
@@ -99,7 +100,7 @@ class Asker:
         ask = self._ask_once if self.has_functions else expressions.takes
         return expressions.decide(self.rewrite.where, path, matched, ask)
 
-    def _ask_once(self, atom: expressions.Atom, path: Path) -> Any:
+    def _ask_once(self, atom: expressions.Atom, path: Path) -> Decision:
         """Asks an elementary filter; a function once for each variable and block."""
         if 'code' not in atom.own_needs:
             return expressions.takes(atom, path)

@@ -20,6 +20,7 @@ from flax_sg.filters.hints import nearest
 from flax_sg.filters.indices import Mask, Part
 from flax_sg.filters.paths import Owner, Path, all_paths, names_in
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Leaf, PyTree
 
 
 class BoolTree(Atom):
@@ -58,7 +59,7 @@ class BoolTree(Atom):
     bools: dict[tuple[str, ...], bool | Part]
     shapes: dict[tuple[str, ...], tuple[int, ...]]
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         bools: dict[tuple[str, ...], bool | Part] = {}
         shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
         for outer, inner, node in names_in(plain(tree)):
@@ -147,14 +148,14 @@ class BoolTree(Atom):
         return f'BoolTree({tree!r})'
 
 
-def is_bool(leaf: Any) -> bool:
+def is_bool(leaf: Leaf) -> bool:
     """Whether something is a bool, or an array of bools."""
     if isinstance(leaf, (np.ndarray, jax.Array)):
         return leaf.dtype == np.bool_
     return isinstance(leaf, (bool, np.bool_))
 
 
-def _decision(leaf: Any) -> bool | Part:
+def _decision(leaf: Leaf) -> bool | Part:
     """What a bool, or an array of bools, says of a variable."""
     if isinstance(leaf, tracing.Tracer):
         return Part(Mask(leaf) if leaf.ndim else Condition(leaf))
@@ -164,10 +165,10 @@ def _decision(leaf: Any) -> bool | Part:
     return Part(Mask(array))
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: PyTree) -> Any:
     """A tree with dicts and lists in place of mappings and sequences unknown to JAX."""
 
-    def opened(leaf: Any) -> Any:
+    def opened(leaf: Leaf) -> Any:
         if isinstance(leaf, Mapping):
             return {key: plain(value) for key, value in leaf.items()}
         if isinstance(leaf, Sequence) and not isinstance(leaf, (str, bytes)):

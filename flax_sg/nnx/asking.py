@@ -13,6 +13,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.filters.paths import Path, all_paths, is_parameter
 from flax_sg.filters.predicates import describe
+from flax_sg.internals.types import Decision, Kind
 from flax_sg.trees.leaves import is_whole, selected
 from flax_sg.trees.nnx_paths import Keys
 from flax_sg.trees.nnx_walks import Leaf, Walk
@@ -30,7 +31,7 @@ class Asked(NamedTuple):
 
     leaf: Leaf
     paths: list[Path]
-    decisions: list[Any]
+    decisions: list[Decision]
 
     @property
     def rows(self) -> list[tuple[Path, Any, Any]]:
@@ -48,7 +49,7 @@ def parameters(path: Keys, value: Any) -> bool:
 IN_VARIABLES = nnx.OfType(nnx.Param)
 
 
-def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked]:
+def ask(call: str, walk: Walk, where: Any, kind: Kind, unused: str) -> list[Asked]:
     """Asks a filter for each leaf of a kind, by all of its paths together.
 
     Args:
@@ -113,7 +114,7 @@ def _matched(where: filters.Filter, path: Path) -> Path:
     return path
 
 
-def _shown(kind: Any) -> str:
+def _shown(kind: Kind) -> str:
     if not isinstance(kind, type):
         return describe(kind) if callable(kind) else repr(kind)
     if issubclass(kind, jax.Array):

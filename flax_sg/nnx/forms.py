@@ -10,6 +10,7 @@ from flax import nnx
 from flax_sg import filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
+from flax_sg.internals.types import Kind, Scalar
 from flax_sg.nnx.asking import parameters
 from flax_sg.nnx.values import other_values
 from flax_sg.nnx.views import view
@@ -19,7 +20,7 @@ from flax_sg.trees.nnx_walks import Walk
 M = TypeVar('M')
 
 
-def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
+def stop_gradient(model: M, where: Where, *, kind: Kind = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which the selected Variables get no gradient.
 
     ``where`` names what is **stopped**.
@@ -90,7 +91,7 @@ def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any)
     return view(Walk(model), value_rewrites.stop_gradient(where, **how), kind)
 
 
-def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
+def train_only(model: M, where: Where, *, kind: Kind = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which only the selected Variables are trained.
 
     ``where`` names what is **trained**.
@@ -120,7 +121,7 @@ def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) ->
     return view(Walk(model), rewrite, kind, 'train_only')
 
 
-def substitute(model: M, values: Any, *, kind: Any = parameters, **how: Any) -> M:
+def substitute(model: M, values: Any, *, kind: Kind = parameters, **how: Any) -> M:
     """Returns a view of an NNX model that reads other values in its Variables.
 
     Gradients flow to these values, and not to the model.
@@ -190,7 +191,7 @@ def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> 
     return _of(cotangent_rewrites.map_cotangent, model, where, fn, *values, **how)
 
 
-def scale_gradient(model: M, where: Where, factor: Any, **how: Any) -> M:
+def scale_gradient(model: M, where: Where, factor: Scalar, **how: Any) -> M:
     """Returns a view whose gradients are multiplied by a number.
 
     >>> import jax.numpy as jnp
@@ -213,7 +214,7 @@ def scale_gradient(model: M, where: Where, factor: Any, **how: Any) -> M:
     return _of(cotangent_rewrites.scale_gradient, model, where, factor, **how)
 
 
-def reverse_gradient(model: M, where: Where, *factor: Any, **how: Any) -> M:
+def reverse_gradient(model: M, where: Where, *factor: Scalar, **how: Any) -> M:
     """Returns a view whose gradients have the opposite sign.
 
     >>> import jax.numpy as jnp
@@ -306,5 +307,5 @@ def print_cotangent(model: M, where: Where, **how: Any) -> M:
     return _of(cotangent_rewrites.print_cotangent, model, where, **how)
 
 
-def _of(make: Any, model: M, *args: Any, kind: Any = parameters, **how: Any) -> M:
+def _of(make: Any, model: M, *args: Any, kind: Kind = parameters, **how: Any) -> M:
     return view(Walk(model), make(*args, **how), kind)

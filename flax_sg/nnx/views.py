@@ -13,6 +13,7 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
+from flax_sg.internals.types import Kind
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.nnx.asking import ask
 from flax_sg.nnx.statics import PLAIN, check, leading_to
@@ -27,7 +28,7 @@ from flax_sg.trees.nnx_walks import Leaf, Walk
 _MUTABLE = ('hijax', 'is_hijax', 'ref', 'has_ref')
 
 
-def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
+def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Any:
     """A model that reads other values in the Variables that a filter selects.
 
     Args:

@@ -19,6 +19,7 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.types import PyTree, Transformation
 from flax_sg.optim.belonging import check_transformation
 from flax_sg.optim.masks import parameters_of
 from flax_sg.optim.owners import (
@@ -38,13 +39,13 @@ from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
 
 
 def adopt(
-    tx: Any,
-    params: Any,
-    state: Any,
+    tx: Transformation,
+    params: PyTree,
+    state: PyTree,
     *earlier: Any,
     old: Any = None,
     report: Callable[[dict[str, list[str]]], Any] | None = None,
-) -> Any:
+) -> PyTree:
     """Keeps the optimizer's state when you freeze or thaw parameters.
 
     Make ``tx`` of the new selection, and give ``adopt`` the old state. What was trained
@@ -127,7 +128,7 @@ def adopt(
     return jax.tree.structure(new, is_leaf=is_of_one_selection).unflatten(carried)
 
 
-def _makers(tx: Any, old: Any, count: int) -> Sequence[Any]:
+def _makers(tx: Transformation, old: Any, count: int) -> Sequence[Any]:
     """The transformation that made each state, None if it is not given.
 
     Raises:

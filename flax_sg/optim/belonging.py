@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from flax_sg import errors
+from flax_sg.internals.types import PyTree
 from flax_sg.optim.owners import Owner, is_of_one_selection
 from flax_sg.optim.selections import Names, names_of
 from flax_sg.trees.leaves import is_differentiable, shape_of
@@ -25,7 +26,7 @@ Values: TypeAlias = Mapping[Names, Any]
 def check_transformation(
     owners: Mapping[Names, Owner],
     new: Any,
-    state: Any,
+    state: PyTree,
     new_values: Values,
     old_values: Values,
 ) -> None:
@@ -75,7 +76,7 @@ def check_transformation(
         raise _other_fields(owners, new_values, old_values)
 
 
-def _is_hole(state: Any) -> bool:
+def _is_hole(state: PyTree) -> bool:
     """Whether a state is empty, as a checkpoint restores one without values."""
     return state is None or (isinstance(state, dict) and not state)
 
@@ -163,7 +164,7 @@ def _fields(
     return parts
 
 
-def _records(state: Any, top: Names = ()) -> Iterator[tuple[Names, str]]:
+def _records(state: PyTree, top: Names = ()) -> Iterator[tuple[Names, str]]:
     """The names of the class of each record in a state, by their places."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda node: node is not state and _is_record(node)

@@ -18,6 +18,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.tracing import Tracer
+from flax_sg.internals.types import Decision, Leaf, PyTree, Transformation
 from flax_sg.optim.masks import parameters_of, trained_leaves
 from flax_sg.optim.pausing import with_paused
 from flax_sg.optim.selections import (
@@ -51,12 +52,12 @@ class Freeze:
         unused: what to do with a filter that matches nothing.
     """
 
-    tx: Any
+    tx: Transformation
     where: filters.Filter | Declared
     unused: str
 
     def _parameters(
-        self, params: Any, unused: str = 'ignore'
+        self, params: PyTree, unused: str = 'ignore'
     ) -> tuple[Leaves, list[Any]]:
         """The parameters, and for each whether it is trained, or which rows or part.
 
@@ -78,7 +79,7 @@ class Freeze:
             for part, (path, leaf) in zip(parts, leaves, strict=True)
         ]
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
         is_marked = marks()
         unused = 'ignore' if is_marked else self.unused
@@ -105,7 +106,7 @@ class Freeze:
             )
 
     def update(
-        self, updates: Any, state: Any, params: Any = None, **extra: Any
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[Any, Any]:
         """Updates in the form of the parameters; without these, of the gradients."""
         for name in ('value_fn', 'grad_fn', 'obj_fn'):
@@ -135,9 +136,9 @@ class Freeze:
     def _step(
         self,
         leaves: Leaves,
-        trained: Sequence[Any],
+        trained: Sequence[Decision],
         gradients: Sequence[Any],
-        state: Any,
+        state: PyTree,
         own: Any,
         extra: Mapping[str, Any],
     ) -> tuple[Any, Any]:
@@ -149,7 +150,12 @@ class Freeze:
         return leaves.restore(out), after
 
     def _paused(
-        self, leaves: Leaves, trained: Sequence[Any], shown: Any, state: Any, after: Any
+        self,
+        leaves: Leaves,
+        trained: Sequence[Decision],
+        shown: PyTree,
+        state: PyTree,
+        after: PyTree,
     ) -> Any:
         """The state after a step, in which the moments of frozen parts stood still."""
         parts = {
@@ -163,7 +169,7 @@ class Freeze:
 
 
 def freeze(
-    tx: Any,
+    tx: Transformation,
     where: filters.Where | Declared = DECLARED,
     *,
     unused: str = 'raise',
@@ -234,7 +240,7 @@ def freeze(
 
 
 def pruned(
-    leaves: Leaves, trained: Sequence[Any], values: Sequence[Any] | None = None
+    leaves: Leaves, trained: Sequence[Decision], values: Sequence[Any] | None = None
 ) -> Any:
     """The tree with ``ABSENT`` in place of what is frozen, and rows cut out.
 
@@ -254,7 +260,7 @@ def pruned(
     )
 
 
-def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Any]) -> Any:
+def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Decision]) -> Any:
     """What an optimizer sees of another argument of ``update``, such as ``value=``.
 
     A tree like the parameters is pruned as they are. If the parameters are one array,
@@ -301,7 +307,7 @@ def _update(parameter: _Parameter, update: Any) -> Any:
     return filters.merged(part, update, rest, path, np.shape(leaf))
 
 
-def _no_update(leaf: Any) -> Any:
+def _no_update(leaf: Leaf) -> Any:
     """The update of a frozen leaf: a constant that adds nothing, and takes no memory.
 
     It is minus zero, as 0.0 changes the sign of -0.0. A program makes it by itself: of
@@ -309,7 +315,7 @@ def _no_update(leaf: Any) -> Any:
     minus zero, and it leaves out zero, as that of ``optax.set_to_zero``.
     """
 
-    def constant(leaf: Any) -> Any:
+    def constant(leaf: Leaf) -> Any:
         if not is_number(leaf):  # A float0 stands in the gradient of an integer.
             return leaf if getattr(leaf, 'dtype', None) == float0 else ABSENT
         zero = np.zeros((), getattr(leaf, 'dtype', jnp.result_type(leaf)))
@@ -323,7 +329,7 @@ def _no_update(leaf: Any) -> Any:
     return jax.tree.map(constant, leaf)
 
 
-def _frozen_in(tx: Any, params: Any) -> set[Any]:
+def _frozen_in(tx: Transformation, params: PyTree) -> set[Any]:
     """The places of the parameters that a freeze in a transformation leaves alone."""
     return {
         path.place
@@ -333,7 +339,7 @@ def _frozen_in(tx: Any, params: Any) -> set[Any]:
     }
 
 
-def _may_be_of(tx: Any, state: Any, params: Any) -> bool:
+def _may_be_of(tx: Transformation, state: PyTree, params: PyTree) -> bool:
     """Whether a state may be that of a transformation for some parameters.
 
     It may have grown at the first update, as that of ``optax.monitor`` does.
@@ -348,7 +354,7 @@ def _may_be_of(tx: Any, state: Any, params: Any) -> bool:
     return begun.items() < now.items()
 
 
-def _is_of_all(tx: Any, state: Any, leaves: Leaves) -> bool:
+def _is_of_all(tx: Transformation, state: PyTree, leaves: Leaves) -> bool:
     """Whether a state has the shapes of one in which nothing is frozen."""
     try:
         initial = jax.eval_shape(tx.init, leaves.restore(leaves.values))
@@ -358,7 +364,11 @@ def _is_of_all(tx: Any, state: Any, leaves: Leaves) -> bool:
 
 
 def _is_broadcast(
-    tx: Any, trained: Sequence[Any], params: Any, state: Any, after: Any
+    tx: Transformation,
+    trained: Sequence[Decision],
+    params: PyTree,
+    state: PyTree,
+    after: PyTree,
 ) -> bool:
     """Whether moments of one row became those of several.
 
@@ -375,14 +385,14 @@ def _is_broadcast(
     return any(initial.get(keys) == now[keys] for keys in changed)
 
 
-def _shapes_of(state: Any) -> dict[Any, tuple[int, ...]]:
+def _shapes_of(state: PyTree) -> dict[Any, tuple[int, ...]]:
     """The shape of each array of a state, by its place."""
     pairs = jax.tree_util.tree_leaves_with_path(state)
     return {keys: np.shape(leaf) for keys, leaf in pairs}
 
 
 def _foreign(
-    leaves: Leaves, trained: Sequence[Any], is_of_all: bool = False
+    leaves: Leaves, trained: Sequence[Decision], is_of_all: bool = False
 ) -> errors.StructureError:
     paths = [path for path, part in zip(leaves.paths, trained, strict=True) if part]
     shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'

@@ -18,6 +18,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Scalar
 from flax_sg.rules import cotangents
 from flax_sg.rules.rules import Rewrite
 
@@ -107,7 +108,7 @@ def map_cotangent(
 
 def scale_gradient(
     where: filters.Where,
-    factor: Any,
+    factor: Scalar,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
@@ -147,7 +148,7 @@ def scale_gradient(
 
 def reverse_gradient(
     where: filters.Where,
-    factor: Any = 1.0,
+    factor: Scalar = 1.0,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
