@@ -13,7 +13,7 @@ from flax.core.scope import CollectionFilter, Scope
 
 from flax_sg import filters
 from flax_sg.engine import opening
-from flax_sg.rules import rewrites, rules
+from flax_sg.rules import rules, value_rewrites
 
 __all__ = ['lift', 'stop_gradient']
 
@@ -100,5 +100,7 @@ def stop_gradient(
         FilterTypeError: if ``where`` is no filter.
         UnusedFilterError: as ``lift``.
     """
-    rewrite = rewrites.stop_gradient(where, collections=collections, unused=unused)
+    rewrite = value_rewrites.stop_gradient(
+        where, collections=collections, unused=unused
+    )
     return lift(fn, rewrite)

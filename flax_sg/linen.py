@@ -18,18 +18,18 @@ from flax import linen as _linen
 from flax.linen import *  # pyright: ignore[reportWildcardImportFromLibrary]
 
 from flax_sg.errors.elsewhere import missing as _missing
-from flax_sg.forms.cotangent_blocks import clip_gradient as clip_gradient
-from flax_sg.forms.cotangent_blocks import copy_cotangent as copy_cotangent
-from flax_sg.forms.cotangent_blocks import map_cotangent as map_cotangent
-from flax_sg.forms.cotangent_blocks import print_cotangent as print_cotangent
-from flax_sg.forms.cotangent_blocks import replace_cotangent as replace_cotangent
-from flax_sg.forms.cotangent_blocks import reverse_gradient as reverse_gradient
-from flax_sg.forms.cotangent_blocks import scale_gradient as scale_gradient
+from flax_sg.forms.blocks import clip_gradient as clip_gradient
+from flax_sg.forms.blocks import copy_cotangent as copy_cotangent
+from flax_sg.forms.blocks import map_cotangent as map_cotangent
+from flax_sg.forms.blocks import print_cotangent as print_cotangent
+from flax_sg.forms.blocks import read_only as read_only
+from flax_sg.forms.blocks import replace_cotangent as replace_cotangent
+from flax_sg.forms.blocks import reverse_gradient as reverse_gradient
+from flax_sg.forms.blocks import scale_gradient as scale_gradient
+from flax_sg.forms.blocks import stop_gradient as stop_gradient
+from flax_sg.forms.blocks import substitute as substitute
+from flax_sg.forms.blocks import train_only as train_only
 from flax_sg.forms.mirror import mirror as mirror
-from flax_sg.forms.value_blocks import read_only as read_only
-from flax_sg.forms.value_blocks import stop_gradient as stop_gradient
-from flax_sg.forms.value_blocks import substitute as substitute
-from flax_sg.forms.value_blocks import train_only as train_only
 from flax_sg.forms.wrappers import Frozen as Frozen
 from flax_sg.scans.layers import scan as scan
 

@@ -64,6 +64,9 @@ assert_type(half, BlockDecorator)
 assert_type(half(nn.Dense(3)), flax.linen.Dense)
 assert_type(half(nn.Dense), type[flax.linen.Dense])
 assert_type(nn.scale_gradient(nn.Dense, 'kernel', 0.5), type[flax.linen.Dense])
+Attends = nn.scale_gradient(nn.Embed, 'embedding', 0.5, methods=['attend'])
+assert_type(Attends, type[flax.linen.Embed])
+nn.stop_gradient(nn.Dense, 'kernel', methods=3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 with (
     half,
     nn.map_cotangent(True, lambda path, ct: ct),

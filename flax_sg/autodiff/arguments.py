@@ -13,6 +13,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, unknown_choice, wrong_argument
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Decision, Leaf
 from flax_sg.trees.leaves import ABSENT, Leaves, check_unused, is_number
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.trainable import Declared, chosen
@@ -88,7 +89,7 @@ class Split(NamedTuple):
         return filled
 
 
-def _other(absent: str, decision: Any, leaf: Any) -> Callable[[], Any] | None:
+def _other(absent: str, decision: Decision, leaf: Leaf) -> Callable[[], Any] | None:
     """Makes what stands for a leaf; None if it is differentiated."""
     if decision:
         return None

@@ -298,7 +298,7 @@ def _unknown_collection(block: Block) -> errors.UnusedFilterError | None:
 def _perhaps(error: errors.FlaxSGError) -> str:
     """Returns the warning for a name that only a compiled program can have."""
     return (
-        f'{error.args[0]}\nThe same filter matched before, so a compiled program may '
+        f'{error}\nThe same filter matched before, so a compiled program may '
         'have these variables. If a second model runs in this block, open a block of '
         'its own for it.'
     )

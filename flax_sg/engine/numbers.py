@@ -22,12 +22,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from flax_sg import filters
 from flax_sg.filters import expressions
 from flax_sg.filters.paths import Path
 from flax_sg.internals import versions
+from flax_sg.internals.types import Decision
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Facts
 
@@ -84,14 +85,15 @@ class Asker:
         self._decisions: dict[Hashable, Any] = {}
         # Decisions made when the block opened. They go into the table at the first
         # read. A block that finds its programs reads nothing, and has to open fast.
-        self._early: list[tuple[Path, Any]] = []
+        self._early: list[tuple[Path, bool]] = []
+        self._is_function = type(where) is filters.Predicate
 
     def path_of(self, facts: Facts) -> Path:
         """Returns the path of a variable, as the filter and the rule see it."""
         collection, names, inner, array = facts
         return Path.of(collection, names, self.owner_path, inner, array)
 
-    def ask(self, path: Path, matched: set[filters.Filter] | None = None) -> Any:
+    def ask(self, path: Path, matched: set[filters.Filter] | None = None) -> Decision:
         """Whether the filter selects a variable: a bool, or a ``Part`` of it.
 
         Args:
@@ -112,43 +114,38 @@ class Asker:
         self.ask(path, matched)
         return {atom.shape for atom in matched}
 
-    def _ask_once(self, atom: expressions.Atom, path: Path) -> Any:
+    def _ask_once(self, atom: expressions.Atom, path: Path) -> Decision:
         """Asks an elementary filter; a function once for each variable and block."""
         if 'code' not in atom.own_needs:
             return expressions.takes(atom, path)
         while self._early:
             early_path, decision = self._early.pop()
-            if decision.__class__ is bool:
-                self._decisions[atom, early_path.key] = decision
+            self._decisions[atom, early_path.key] = decision
         key = atom, path.key
         if key not in self._decisions:
             self._decisions[key] = expressions.takes(atom, path)
         return self._decisions[key]
 
-    def opening_answer(self, number: Number, firsts: int) -> Hashable:
-        """Returns the answer of a block that opens; its function is called directly.
+    def first_answer(self, number: Number) -> Hashable:
+        """Returns the answer of a block that opens, if no question comes twice.
 
         An opening block is asked about each variable that was traced under the code of
-        its function, so each step between costs. ``answer`` remembers the decisions of
-        a function: it is called if a variable may come up again, under other first
-        numbers or as a leaf within a variable.
-
-        Args:
-            number: the number whose question is asked.
-            firsts: how many first numbers are followed.
+        its function, so each step between costs: here the function is called directly.
+        A leaf within a variable is left to ``answer``, since the function is asked for
+        the variable, too.
         """
-        where, question = self.rewrite.where, cast('Any', number.question)
-        comes_once = firsts == 1 and type(question) is tuple and not question[2]
-        if type(where) is filters.Predicate and comes_once:
-            path = number.path_for(self.owner_path)
-            try:
-                decision = where.fn(path)
-            except Exception as error:  # The variable may be that of another model.
-                return type(error)
-            self._early.append((path, decision))
-            if decision.__class__ is bool:
-                return decision
-        return self.answer(number)
+        if not (self._is_function and number.asks_of_variable):
+            return self.answer(number)
+        where: Any = self.rewrite.where
+        path = number.path_for(self.owner_path)
+        try:
+            decision = where.fn(path)
+        except Exception as error:  # The variable may be that of another model.
+            return type(error)
+        if decision.__class__ is not bool:
+            return self.answer(number)
+        self._early.append((path, decision))
+        return decision
 
     def answer(self, number: Number) -> Hashable:
         """Returns the answer of the block to the question of a number."""
@@ -191,6 +188,7 @@ class Number:
     Attributes:
         value: the number in JAX's cache keys.
         question: what a block that follows the numbers is asked; None at an end.
+        asks_of_variable: whether it is asked about a variable that is one array.
         answers: the next number for each answer. For the answer of the block that was
             asked first, this has the same value.
         inside: the numbers of blocks opened inside, by kind.
@@ -200,6 +198,7 @@ class Number:
     def __init__(self, value: int | None = None) -> None:
         self.value = next(_values) if value is None else value
         self.question: Question | None = None
+        self.asks_of_variable = False
         self.answers: dict[Hashable, Number] = {}
         self.inside: dict[Hashable, _Kind] = {}
         self.history = History()
@@ -259,12 +258,14 @@ class _Kind(list[Number]):
     def ends_for(self, asker: Asker) -> Iterator[tuple[Number, Number, list[Number]]]:
         """Yields the ends that a block comes to: first number, end, what was asked."""
         firsts = tuple(self)
+        # Under several first numbers a question comes again: ``answer`` remembers.
+        answer = asker.first_answer if len(firsts) == 1 else asker.answer
         for first in firsts:
             number: Number | None = first
             asked: list[Number] = []
             while number is not None and number.question is not None:
                 asked.append(number)
-                number = self._next(number, asker.opening_answer(number, len(firsts)))
+                number = self._next(number, answer(number))
             if number is None:  # Its tree is gone, so nobody finds its traces again.
                 self.drop(first)
             else:
@@ -397,6 +398,7 @@ class Lease:
         number = self.number
         is_end = number.question is None
         number.question = question
+        number.asks_of_variable = isinstance(question, tuple) and not question[2]
         answer = self.asker.answer(number)
         if is_end:
             number.note_answer(answer)

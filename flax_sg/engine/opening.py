@@ -108,11 +108,13 @@ def close_last(
         BlockError: if ``rewrite`` is not open in this thread, and no exception other
             than GeneratorExit ends the block.
     """
-    mine = [b for b in thread.blocks if b.rewrite is rewrite]
-    if len(mine) > 1:  # One may be that of a suspended generator.
-        mine = [b for b in mine if b.place.frame == Place.here().frame] or mine
-    if mine:
-        return close_block(mine[-1], READS if exc_type is None else NOTHING)
+    opened_here = [b for b in thread.blocks if b.rewrite is rewrite]
+    if len(opened_here) > 1:  # One may be that of a suspended generator.
+        opened_here = [
+            b for b in opened_here if b.place.frame == Place.here().frame
+        ] or opened_here
+    if opened_here:
+        return close_block(opened_here[-1], READS if exc_type is None else NOTHING)
     aside = [b for b in thread.aside if b.rewrite is rewrite and b.is_open]
     if aside:
         return blocks.remove(aside[-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from flax.core.scope import in_filter
 
@@ -13,6 +12,7 @@ from flax_sg.engine.numbers import VALUES, Question
 from flax_sg.engine.roots import Root
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Decision
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
 from flax_sg.trees.variables import Facts, Key, facts_of
 
@@ -40,7 +40,7 @@ def path_of(block: Block, key: Key) -> Path:
 
 def selects(
     block: Block, root: Root, key: Key, read: bool = True, noted: bool = False
-) -> Any:
+) -> Decision:
     """Returns whether a block selects a variable: a bool, or a ``Part``."""
     return decide(block, root, key, read, noted)[1]
 

@@ -31,6 +31,7 @@ from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import decide, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK
+from flax_sg.internals.types import Leaf
 from flax_sg.rules.cotangents import has_to_act
 from flax_sg.rules.rules import LEAF_BY_LEAF, Rewrite
 from flax_sg.trees.leaves import is_differentiable
@@ -62,7 +63,7 @@ class Seen:
         self.last: tuple[Any, Any] = (None, None)
         self._stored: dict[int, tuple[Any, Any]] = {}
 
-    def note(self, leaf: Any, viewed: Any) -> None:
+    def note(self, leaf: Leaf, viewed: Any) -> None:
         """Notes that a reader sees ``viewed`` instead of ``leaf``."""
         self._stored[id(viewed)] = (viewed, leaf)
 
@@ -197,7 +198,7 @@ def only_refuses(block: Block) -> bool:
 
 
 def _view_leaf(
-    root: Root, block: Block, variable: Key, seen: Seen, asked: _Asked, leaf: Any
+    root: Root, block: Block, variable: Key, seen: Seen, asked: _Asked, leaf: Leaf
 ) -> Any:
     key, decided = asked
     pair = seen.views.get((key, id(leaf)))
@@ -245,7 +246,7 @@ def _instead(
     )
 
 
-def _new_leaf(block: Block, root: Root, key: Key, decided: Decided, leaf: Any) -> Any:
+def _new_leaf(block: Block, root: Root, key: Key, decided: Decided, leaf: Leaf) -> Any:
     """Returns what a reader in a block sees instead of a selected variable's leaf."""
     rule = block.rewrite.rule
     if rule.acts_on != 'cotangents':
@@ -270,7 +271,7 @@ def _seeing_outside(block: Block) -> Any:
     return contextlib.nullcontext()
 
 
-def _applied(block: Block, decided: Decided, leaf: Any) -> Any:
+def _applied(block: Block, decided: Decided, leaf: Leaf) -> Any:
     """Applies the rule to a leaf, or to the selected part of the leaf."""
     path, decision = decided
     named = contextlib.nullcontext()
@@ -292,7 +293,7 @@ def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     return tracing.in_innermost_trace(levels, *used, examples=False)
 
 
-def _joint_leaf(block: Block, root: Root, key: Key, leaf: Any) -> Any:
+def _joint_leaf(block: Block, root: Root, key: Key, leaf: Leaf) -> Any:
     """Returns what a reader sees instead of a leaf, if all are rewritten together.
 
     These are the leaves that the tree holds when the first of them is read. A variable

@@ -60,7 +60,18 @@ class UnusedFilterError(FlaxSGError, ValueError):
             y, vjp_fn = jax.vjp(loss, params)
 
     Where an empty selection is fine, say so with ``unused='ignore'``.
+
+    Args:
+        problem: what matches nothing.
+        advice: what was meant, perhaps.
+        otherwise: what to write if it may match nothing.
     """
+
+    def __init__(self, problem: str, advice: str = '', otherwise: str = '') -> None:
+        super().__init__(problem, advice, otherwise)
+
+    def __str__(self) -> str:
+        return '\n'.join(filter(None, self.args))
 
 
 class ArgumentTypeError(FlaxSGError, TypeError):

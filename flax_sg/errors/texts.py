@@ -53,7 +53,7 @@ def raised_by(call: str) -> Generator[None]:
     try:
         yield
     except FlaxSGError as error:
-        error.args = (f'{call}: {error}', *error.args[1:])
+        error.args = (f'{call}: {error.args[0]}', *error.args[1:])
         raise
 
 

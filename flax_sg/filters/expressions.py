@@ -19,6 +19,7 @@ from flax_sg import errors
 from flax_sg.filters import tokens
 from flax_sg.filters.paths import Owner, Path, all_paths, is_parameter, shape_and_dtype
 from flax_sg.internals.modules import ToldByHash
+from flax_sg.internals.types import Decision
 
 # Asks an elementary filter about a variable.
 Ask: TypeAlias = 'Callable[[Atom, Path], Any]'
@@ -47,7 +48,7 @@ class Filter(ToldByHash, abc.ABC):
     convert: ClassVar[Callable[[Any], Filter]]
 
     @abc.abstractmethod
-    def answer(self, path: Path, ask: Ask) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Decision:
         """Whether a variable is meant: a bool, or a ``Part``, see ``indices.py``.
 
         Args:
@@ -78,7 +79,7 @@ class Filter(ToldByHash, abc.ABC):
         """What its answer depends on, beside the path."""
         return self.own_needs.union(*(part.needs for part in self.parts))
 
-    def __call__(self, path: Any, value: Any = None) -> Any:
+    def __call__(self, path: Any, value: Any = None) -> Decision:
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it.
 
         It is a filter of NNX, too: Flax calls it with the keys of a path, and what is
@@ -126,8 +127,9 @@ class Filter(ToldByHash, abc.ABC):
         advice = self._advice(paths) if paths else 'There are no variables.'
         some = f'{len(paths)} variable{"s" * (len(paths) != 1)}{under}'
         return errors.UnusedFilterError(
-            f'{self!r} matches none of the {some}.\n{advice}\n'
-            "If nothing has to match, pass unused='ignore'."
+            f'{self!r} matches none of the {some}.',
+            advice,
+            "If nothing has to match, pass unused='ignore'.",
         )
 
     def _advice(self, paths: Sequence[Path]) -> str:
@@ -193,7 +195,7 @@ class Atom(Filter):
     """Whether it has an answer for each leaf, and is not asked for the variable."""
 
     @abc.abstractmethod
-    def matches(self, path: Path) -> Any:
+    def matches(self, path: Path) -> Decision:
         """Whether the variable at this path is meant: a bool, or a ``Part`` of it."""
 
     @functools.cached_property
@@ -201,7 +203,7 @@ class Atom(Filter):
         """The one path that it means; None if it has to be asked."""
         return None
 
-    def answer(self, path: Path, ask: Ask) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Decision:
         """The answer."""
         return ask(self, path)
 
@@ -249,7 +251,7 @@ class Not(Filter):
         """The side that the other filter does not name."""
         return _OTHER_SIDE[self.filter.side]
 
-    def answer(self, path: Path, ask: Ask) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Decision:
         """The opposite of what the other filter says."""
         return negated(self.filter.answer(path, ask))
 
@@ -299,7 +301,7 @@ class _Several(Filter):
         del path
         return self.filters
 
-    def answer(self, path: Path, ask: Ask) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Decision:
         """What the parts say, combined. Each is asked: all have to match something."""
         answers = [part.answer(path, ask) for part in self._parts_for(path)]
         if self.decisive in answers:
@@ -386,12 +388,12 @@ def named(where: Filter, side: str, call: str) -> Filter:
     )
 
 
-def negated(decision: Any) -> Any:
+def negated(decision: Decision) -> Decision:
     """The opposite of what a filter says."""
     return not decision if isinstance(decision, bool) else ~decision
 
 
-def takes(atom: Atom, path: Path) -> Any:
+def takes(atom: Atom, path: Path) -> Decision:
     """Whether an atom means a variable, or the leaf of one, or a ``Part`` of it."""
     answer = atom.matches(path)
     if answer or not path.is_inner or atom.names_leaves:
@@ -399,7 +401,9 @@ def takes(atom: Atom, path: Path) -> Any:
     return atom.matches(path.variable)
 
 
-def of_a_part(path: Path, whole: str, decision: Any, write: str) -> errors.PartError:
+def of_a_part(
+    path: Path, whole: str, decision: Decision, write: str
+) -> errors.PartError:
     """The error for a filter that selects a part, where only whole arrays are.
 
     Args:
@@ -415,7 +419,7 @@ def of_a_part(path: Path, whole: str, decision: Any, write: str) -> errors.PartE
     )
 
 
-def of_a_part_in_nnx(path: Path, decision: Any) -> errors.PartError:
+def of_a_part_in_nnx(path: Path, decision: Decision) -> errors.PartError:
     """The error for a filter of NNX that selects a part of a Variable."""
     write = (
         'To train a part, write nnx.Optimizer(model, sg.freeze(tx, ~live), '
@@ -429,7 +433,7 @@ def decide(
     path: Path,
     matched: set[Filter] | None = None,
     ask: Ask = takes,
-) -> Any:
+) -> Decision:
     """Whether a variable is meant; adds the atoms that mean it to ``matched``.
 
     An atom that stands twice in the filter is asked once.
@@ -470,7 +474,7 @@ def _decide_in_nnx(where: Filter, keys: tuple[Any, ...], value: Any) -> bool:
     return False
 
 
-def _by_any_path(ask: Ask, atom: Atom, path: Path) -> Any:
+def _by_any_path(ask: Ask, atom: Atom, path: Path) -> Decision:
     """What an atom says of a tied weight, by any of its paths.
 
     A tree of bools, or a filter of ``sg.live``, raises for a path that it does not

@@ -25,6 +25,7 @@ from flax_sg.filters import tokens
 from flax_sg.filters.expressions import And, Ask, Filter, Need, Not, Or
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Array, Decision, Leaf
 
 
 class Index(Filter):
@@ -46,7 +47,7 @@ class Index(Filter):
         """The index."""
         return tokens.of_value(self.index)
 
-    def answer(self, path: Path, ask: Ask) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Decision:
         """The part of every variable."""
         return Part(self)
 
@@ -68,9 +69,9 @@ class Mask(Filter):
     """
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'part', 'mask'})
-    array: Any
+    array: Array
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         if not isinstance(array, tracing.Tracer):
             array = np.array(array)
             array.setflags(write=False)
@@ -81,7 +82,7 @@ class Mask(Filter):
         """The bools; of a tracer which one it is."""
         return tokens.of_value(self.array)
 
-    def answer(self, path: Path, ask: Ask) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Decision:
         """The part of every variable."""
         return Part(self)
 
@@ -100,7 +101,7 @@ class Unclear(Filter):
     own_needs: ClassVar[frozenset[Need]] = frozenset({'part', 'unclear'})
     place: str
 
-    def answer(self, path: Path, ask: Ask) -> Any:
+    def answer(self, path: Path, ask: Ask) -> Decision:
         """The part of every variable."""
         return Part(self)
 
@@ -278,7 +279,7 @@ def merged(
         return jnp.where(mask, meant, others)
 
 
-def within(decision: bool | Part, leaf: Any, path: str) -> Any:
+def within(decision: bool | Part, leaf: Leaf, path: str) -> Any:
     """An array whose gradient ends at what a filter means of it.
 
     A rule for gradients gets zeros for the elements that are not meant, and may return

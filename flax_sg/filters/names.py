@@ -20,6 +20,7 @@ from flax_sg.filters.hints import nearest
 from flax_sg.filters.indices import Mask, Part
 from flax_sg.filters.paths import Owner, Path, all_paths, names_in
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Leaf, PyTree
 
 
 class BoolTree(Atom):
@@ -58,7 +59,7 @@ class BoolTree(Atom):
     bools: dict[tuple[str, ...], bool | Part]
     shapes: dict[tuple[str, ...], tuple[int, ...]]
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         bools: dict[tuple[str, ...], bool | Part] = {}
         shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
         for outer, inner, node in names_in(plain(tree)):
@@ -147,14 +148,14 @@ class BoolTree(Atom):
         return f'BoolTree({tree!r})'
 
 
-def is_bool(leaf: Any) -> bool:
+def is_bool(leaf: Leaf) -> bool:
     """Whether something is a bool, or an array of bools."""
     if isinstance(leaf, (np.ndarray, jax.Array)):
         return leaf.dtype == np.bool_
     return isinstance(leaf, (bool, np.bool_))
 
 
-def _decision(leaf: Any) -> bool | Part:
+def _decision(leaf: Leaf) -> bool | Part:
     """What a bool, or an array of bools, says of a variable."""
     if isinstance(leaf, tracing.Tracer):
         return Part(Mask(leaf) if leaf.ndim else Condition(leaf))
@@ -164,10 +165,10 @@ def _decision(leaf: Any) -> bool | Part:
     return Part(Mask(array))
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: PyTree) -> Any:
     """A tree with dicts and lists in place of mappings and sequences unknown to JAX."""
 
-    def opened(leaf: Any) -> Any:
+    def opened(leaf: Leaf) -> Any:
         if isinstance(leaf, Mapping):
             return {key: plain(value) for key, value in leaf.items()}
         if isinstance(leaf, Sequence) and not isinstance(leaf, (str, bytes)):
@@ -342,21 +343,24 @@ def no_variables(
     outside = f'/{path.lstrip("/")}'
     if outside in texts:
         return errors.UnusedFilterError(
-            f'{who} has a value for {path!r}, which lies outside of the module.\n'
+            f'{who} has a value for {path!r}, which lies outside of the module.',
+            '',
             "It names the module's own variables. For others give a function "
             '(path, value) -> value; or open nn.substitute(tree) in the module around '
-            'them, where they have names.'
+            'them, where they have names.',
         )
     near = nearest(path, texts, 1)
     if path in near and '/' in ''.join(missing[0]):
         return errors.UnusedFilterError(
-            f'{who} is flat: it has {path!r} for nested names.\n'
-            "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/')."
+            f'{who} is flat: it has {path!r} for nested names.',
+            '',
+            "Nest it: flax.traverse_util.unflatten_dict(tree, sep='/').",
         )
     more = f' and {len(missing) - 1} more' if len(missing) > 1 else ''
     hint = f' (nearest: {near[0]!r})' if near else ''
     return errors.UnusedFilterError(
-        f'{who} has a value for {path!r}{more}, which is no variable{hint}.\n'
+        f'{who} has a value for {path!r}{more}, which is no variable{hint}.',
+        '',
         'Spell names as the variables, from below the collection. If some may be '
-        "missing, pass unused='ignore'."
+        "missing, pass unused='ignore'.",
     )

@@ -14,6 +14,7 @@ from flax.core.frozen_dict import FrozenDict
 from flax.core.meta import AxisMetadata
 
 from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.types import Leaf, PyTree
 
 # The names of the module that paths are relative to, if one is known.
 Owner: TypeAlias = tuple[str, ...] | None
@@ -164,7 +165,7 @@ def all_paths(path: Path) -> Iterator[Path]:
         yield from path.also()
 
 
-def shape_and_dtype(leaf: Any) -> tuple[Any, Any] | None:
+def shape_and_dtype(leaf: Leaf) -> tuple[Any, Any] | None:
     """What a filter may know of a leaf; None if it is neither array nor number."""
     if isinstance(leaf, (bool, int, float, complex)):
         return (), jnp.result_type(leaf)
@@ -220,7 +221,7 @@ def names_within(
 
 
 def names_in(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Yields the leaves of a tree: names of the variable, those within it, the leaf.
 

@@ -118,9 +118,9 @@ class Glob(Atom):
                 write = self.pattern.replace(name, name.strip())
                 advice = f'Names in braces have no spaces around: {write!r}.'
             return errors.UnusedFilterError(
-                f'{name!r} in {self!r} matches none of the {len(paths)} variables.\n'
-                f'{advice}\n'
-                "If some names need not match, pass unused='ignore'."
+                f'{name!r} in {self!r} matches none of the {len(paths)} variables.',
+                advice,
+                "If some names need not match, pass unused='ignore'.",
             )
         return None
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from flax_sg.internals.types import Array
 from flax_sg.internals.weak import ByIdentity
 
 _serials = itertools.count(1)
@@ -73,7 +74,7 @@ def of_numbers_in(value: Any) -> Any:
     return of_value(value) if isinstance(value, numbers.Number) else value
 
 
-def _of_array(cls: type, array: Any) -> str:
+def _of_array(cls: type, array: Array) -> str:
     digest = hashlib.sha256(array.tobytes()).hexdigest()
     return f'{cls.__name__} {array.dtype.str} {array.dtype} {array.shape} {digest}'
 

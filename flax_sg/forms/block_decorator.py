@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 
 from flax.core.scope import Scope
@@ -262,6 +262,10 @@ class TakesTarget(Protocol[P]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> BlockDecorator: ...
     @overload
     def __call__(self, target: T, /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload  # A keyword of ours beside those of ``make`` leaves these unchecked.
+    def __call__(
+        self, target: T, /, *args: Any, methods: Sequence[str], **kwargs: Any
+    ) -> T: ...
 
 
 def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
@@ -274,12 +278,13 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
     is a filter, too.
 
     Args:
-        make: its first parameter says which variables. A parameter ``methods`` is not
-            handed to it: it goes to ``BlockDecorator.__call__``.
+        make: its first parameter says which variables. The result has a parameter
+            ``methods``, too, which goes to ``BlockDecorator.__call__``.
     """
     make_rewrite: Any = make
     name = f'nn.{make_rewrite.__name__}'
-    parameters = inspect.signature(make).parameters.values()
+    signature = inspect.signature(make)
+    parameters = signature.parameters.values()
     first, *more = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
 
     def has_target(args: Any, kwargs: Any) -> bool:
@@ -302,6 +307,13 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
         return _lifted(rewrite, target, methods, name)
 
     out: Any = with_target
+    methods = inspect.Parameter(
+        'methods',
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation='Sequence[str] | None',
+    )
+    out.__signature__ = signature.replace(parameters=[*parameters, methods])
     return out
 
 

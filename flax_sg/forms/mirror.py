@@ -13,9 +13,9 @@ from flax.linen import nowrap
 from flax_sg import filters
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.paths import Path
-from flax_sg.forms import held_state, mistakes, value_blocks, wrappers
+from flax_sg.forms import blocks, held_state, mistakes, wrappers
 from flax_sg.internals import core_scopes, modules
-from flax_sg.rules import rules
+from flax_sg.rules import rules, value_rewrites
 from flax_sg.trees.leaves import collections_of, is_absent
 from flax_sg.trees.variables import iter_variables
 
@@ -69,7 +69,7 @@ def mirror(
     module: Any,
     where: filters.Where = True,
     *,
-    variables: Mapping[str, Any] | value_blocks.Values | None = None,
+    variables: Mapping[str, Any] | value_rewrites.Values | None = None,
     rngs: str = SAME,
     state: str = held_state.HOLD,
     collections: CollectionFilter = 'params',
@@ -161,7 +161,7 @@ def mirror(
     if isinstance(variables, Mapping):
         if not _has_collections(module, variables):
             variables = {'params': variables}
-        values = value_blocks.substitute(variables, collections=[*variables])
+        values = blocks.substitute(variables, collections=[*variables])
         # A variable that the tree lacks is a mistake: its read raises.
         of_tree = iter_variables(('', ()), variables)
         absent = (names for (_, names), value in of_tree if is_absent(value))
@@ -171,7 +171,7 @@ def mirror(
             own = filters.as_filter(_is_own) & ~filters.Names(stored)
         values = dataclasses.replace(values, where=values.where | own)
     elif variables is not None:
-        values = value_blocks.substitute(variables)
+        values = blocks.substitute(variables)
     return Mirror(
         module,
         where,

@@ -11,6 +11,8 @@ import jax
 from flax.core import lift
 from flax.core.scope import Scope
 
+from flax_sg.internals.types import PyTree
+
 
 def stored(scope: Scope) -> dict[str, Any]:
     """The dict of all collections that ``scope`` holds; the original, not a copy."""
@@ -28,7 +30,7 @@ def minimal_scopes(scope_tree: Any) -> tuple[Scope, ...]:
     return lift._dedup_scopes(jax.tree_util.tree_leaves(scope_tree))[0]
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: PyTree) -> Any:
     """Copies nested dicts, and shares their leaves."""
     if isinstance(tree, Mapping):
         return {key: copied(value) for key, value in tree.items()}

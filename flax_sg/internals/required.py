@@ -26,6 +26,7 @@ from flax.linen import transforms as linen_transforms
 from jax.custom_batching import custom_vmap
 
 from flax_sg.internals import lifting, modules, tracing
+from flax_sg.internals.types import PyTree
 
 
 class _Called(BaseException):
@@ -122,7 +123,7 @@ def _packs() -> bool:
     """Whether lifted transforms call ``_partial_pack`` with these names."""
     packed: list[Any] = []
 
-    def partial_pack(tree: Any, ins: Any, outs: Any, rngs: Any, name: Any) -> Any:
+    def partial_pack(tree: PyTree, ins: Any, outs: Any, rngs: Any, name: Any) -> Any:
         packed.append(name)
         raise _Called
 

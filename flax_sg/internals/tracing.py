@@ -22,6 +22,7 @@ from jax.core import Tracer as Tracer
 from jax.interpreters import ad
 
 from flax_sg.internals import versions
+from flax_sg.internals.types import Leaf
 
 versions.load_once(globals())
 
@@ -42,7 +43,7 @@ def current_trace() -> Any:
     return tracers.current_trace()
 
 
-def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
+def in_trace_of(leaf: Leaf) -> contextlib.AbstractContextManager[Any]:
     """Makes the trace of ``leaf`` the current one.
 
     Inside a raw ``lax.scan`` or ``jax.jit``, JAX computes with outer tracers in the
@@ -54,7 +55,7 @@ def in_trace_of(leaf: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def stopped(leaf: Any) -> Any:
+def stopped(leaf: Leaf) -> Any:
     """``jax.lax.stop_gradient(leaf)``, in a fraction of the time.
 
     JAX traces the derivative of each stop to find that it is zero, which takes as long

@@ -13,6 +13,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.filters.paths import Path, all_paths, is_parameter
 from flax_sg.filters.predicates import describe
+from flax_sg.internals.types import Decision, Kind
 from flax_sg.trees.leaves import is_whole, selected
 from flax_sg.trees.nnx_paths import Keys
 from flax_sg.trees.nnx_walks import Leaf, Walk
@@ -30,7 +31,7 @@ class Asked(NamedTuple):
 
     leaf: Leaf
     paths: list[Path]
-    decisions: list[Any]
+    decisions: list[Decision]
 
     @property
     def rows(self) -> list[tuple[Path, Any, Any]]:
@@ -48,7 +49,7 @@ def parameters(path: Keys, value: Any) -> bool:
 IN_VARIABLES = nnx.OfType(nnx.Param)
 
 
-def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked]:
+def ask(call: str, walk: Walk, where: Any, kind: Kind, unused: str) -> list[Asked]:
     """Asks a filter for each leaf of a kind, by all of its paths together.
 
     Args:
@@ -82,14 +83,14 @@ def ask(call: str, walk: Walk, where: Any, kind: Any, unused: str) -> list[Asked
         except errors.UnusedFilterError as error:
             with contextlib.suppress(errors.FlaxSGError):
                 asked = _asked(walk, every, where, unused)
-                matched = [leaf for leaf, _, decisions in asked if any(decisions)]
-                others = [leaf for leaf in matched if leaf not in own]
-                head, *_, last = str(error).splitlines()
-                found = _kinds_in(others)
-                hint = f'It matches values of another kind: write kind={found}.'
-                if not others:  # Such as a tree of bools that is False for these.
-                    hint = 'It has values for other kinds: write kind=... in the call.'
-                error.args = (f'{head}\n{hint}\n{last}',)
+                found = _kinds_in([x.leaf for x in asked if any(x.decisions)], own)
+                advice = f'It matches values of another kind: write kind={found}.'
+                if not found:  # Such as a tree of bools that is False for these.
+                    advice = (
+                        'It has values for other kinds: write kind=... in the call.'
+                    )
+                problem, _, otherwise = error.args
+                error.args = problem, advice, otherwise
             raise
 
 
@@ -113,7 +114,7 @@ def _matched(where: filters.Filter, path: Path) -> Path:
     return path
 
 
-def _shown(kind: Any) -> str:
+def _shown(kind: Kind) -> str:
     if not isinstance(kind, type):
         return describe(kind) if callable(kind) else repr(kind)
     if issubclass(kind, jax.Array):
@@ -122,6 +123,7 @@ def _shown(kind: Any) -> str:
     return f'nnx.{kind.__name__}' if is_of_flax else kind.__name__
 
 
-def _kinds_in(leaves: Sequence[Leaf]) -> str:
-    names = dict.fromkeys(_shown(type(leaf.value)) for leaf in leaves)
+def _kinds_in(leaves: Sequence[Leaf], but: Sequence[Leaf] = ()) -> str:
+    """The kinds of some leaves, but for some of them, as they are written."""
+    names = dict.fromkeys(_shown(type(x.value)) for x in leaves if x not in but)
     return ', '.join(names) if len(names) < 2 else f'({", ".join(names)})'

@@ -15,6 +15,7 @@ from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part_in_nnx
 from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.types import Kind, Transformation
 from flax_sg.nnx.asking import IN_VARIABLES, ask, parameters
 from flax_sg.nnx.views import VIEWS
 from flax_sg.trees.nnx_walks import Walk
@@ -31,7 +32,7 @@ class Chosen(filters.Derived):
         names: what it names; ``'trained'``, unless it is made of what is frozen.
     """
 
-    kind: Any = parameters
+    kind: Kind = parameters
     names: str = 'trained'
 
     @functools.cached_property
@@ -60,7 +61,7 @@ class Chosen(filters.Derived):
 
 
 def where(
-    model: Any, where: filters.Where, *, kind: Any = parameters, unused: str = 'raise'
+    model: Any, where: filters.Where, *, kind: Kind = parameters, unused: str = 'raise'
 ) -> Chosen:
     """Turns a filter of flax_sg into an NNX filter, and checks its names at once.
 
@@ -236,7 +237,7 @@ class Optimizer(nnx.Optimizer[M]):
         It warns if the model is a view, or keeps one in an attribute.
     """
 
-    def __init__(self, model: M, tx: Any, *, wrt: Any, **how: Any) -> None:
+    def __init__(self, model: M, tx: Transformation, *, wrt: Any, **how: Any) -> None:
         wrt = for_nnx(wrt, 'nnx.Optimizer(model, tx, wrt={})', model)
         super().__init__(model, tx, wrt=wrt, **how)
         for module in Walk(model).modules.values():
@@ -274,5 +275,5 @@ class ModelAndOptimizer(Optimizer[M], nnx.ModelAndOptimizer[M]):
         UnusedFilterError, FilterTypeError: as ``Optimizer``.
     """
 
-    def __init__(self, model: M, tx: Any, *, wrt: Any = nnx.Param) -> None:
+    def __init__(self, model: M, tx: Transformation, *, wrt: Any = nnx.Param) -> None:
         super().__init__(model, tx, wrt=wrt)

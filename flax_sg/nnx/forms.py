@@ -10,16 +10,17 @@ from flax import nnx
 from flax_sg import filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
+from flax_sg.internals.types import Kind, Scalar
 from flax_sg.nnx.asking import parameters
 from flax_sg.nnx.values import other_values
 from flax_sg.nnx.views import view
-from flax_sg.rules import rewrites
+from flax_sg.rules import cotangent_rewrites, value_rewrites
 from flax_sg.trees.nnx_walks import Walk
 
 M = TypeVar('M')
 
 
-def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
+def stop_gradient(model: M, where: Where, *, kind: Kind = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which the selected Variables get no gradient.
 
     ``where`` names what is **stopped**.
@@ -87,10 +88,10 @@ def stop_gradient(model: M, where: Where, *, kind: Any = parameters, **how: Any)
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
     filters.named(filters.as_filter(where), 'frozen', 'nnx.stop_gradient(model, {})')
-    return view(Walk(model), rewrites.stop_gradient(where, **how), kind)
+    return view(Walk(model), value_rewrites.stop_gradient(where, **how), kind)
 
 
-def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) -> M:
+def train_only(model: M, where: Where, *, kind: Kind = parameters, **how: Any) -> M:
     """Returns a view of an NNX model in which only the selected Variables are trained.
 
     ``where`` names what is **trained**.
@@ -116,11 +117,11 @@ def train_only(model: M, where: Where, *, kind: Any = parameters, **how: Any) ->
         As ``stop_gradient``.
     """
     filters.named(filters.as_filter(where), 'trained', 'nnx.train_only(model, {})')
-    rewrite = rewrites.train_only(where, **how)
+    rewrite = value_rewrites.train_only(where, **how)
     return view(Walk(model), rewrite, kind, 'train_only')
 
 
-def substitute(model: M, values: Any, *, kind: Any = parameters, **how: Any) -> M:
+def substitute(model: M, values: Any, *, kind: Kind = parameters, **how: Any) -> M:
     """Returns a view of an NNX model that reads other values in its Variables.
 
     Gradients flow to these values, and not to the model.
@@ -157,7 +158,7 @@ def substitute(model: M, values: Any, *, kind: Any = parameters, **how: Any) -> 
     walk = Walk(model)
     if isinstance(values, (nnx.Pytree, Mapping, list, tuple)):
         return view(walk, other_values(walk, values, kind, **how), kind)
-    return view(walk, rewrites.substitute(values, **how), kind)
+    return view(walk, value_rewrites.substitute(values, **how), kind)
 
 
 def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> M:
@@ -187,10 +188,10 @@ def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> 
     Raises:
         CotangentError: in the backward pass, if ``fn`` changes the shape or the dtype.
     """
-    return _of(rewrites.map_cotangent, model, where, fn, *values, **how)
+    return _of(cotangent_rewrites.map_cotangent, model, where, fn, *values, **how)
 
 
-def scale_gradient(model: M, where: Where, factor: Any, **how: Any) -> M:
+def scale_gradient(model: M, where: Where, factor: Scalar, **how: Any) -> M:
     """Returns a view whose gradients are multiplied by a number.
 
     >>> import jax.numpy as jnp
@@ -210,10 +211,10 @@ def scale_gradient(model: M, where: Where, factor: Any, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.scale_gradient, model, where, factor, **how)
+    return _of(cotangent_rewrites.scale_gradient, model, where, factor, **how)
 
 
-def reverse_gradient(model: M, where: Where, *factor: Any, **how: Any) -> M:
+def reverse_gradient(model: M, where: Where, *factor: Scalar, **how: Any) -> M:
     """Returns a view whose gradients have the opposite sign.
 
     >>> import jax.numpy as jnp
@@ -234,7 +235,7 @@ def reverse_gradient(model: M, where: Where, *factor: Any, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.reverse_gradient, model, where, *factor, **how)
+    return _of(cotangent_rewrites.reverse_gradient, model, where, *factor, **how)
 
 
 def clip_gradient(model: M, where: Where, **how: Any) -> M:
@@ -258,7 +259,7 @@ def clip_gradient(model: M, where: Where, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.clip_gradient, model, where, **how)
+    return _of(cotangent_rewrites.clip_gradient, model, where, **how)
 
 
 def replace_cotangent(model: M, where: Where, value: Any, **how: Any) -> M:
@@ -281,7 +282,7 @@ def replace_cotangent(model: M, where: Where, value: Any, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.replace_cotangent, model, where, value, **how)
+    return _of(cotangent_rewrites.replace_cotangent, model, where, value, **how)
 
 
 def print_cotangent(model: M, where: Where, **how: Any) -> M:
@@ -303,8 +304,8 @@ def print_cotangent(model: M, where: Where, **how: Any) -> M:
     Returns:
         As ``stop_gradient``.
     """
-    return _of(rewrites.print_cotangent, model, where, **how)
+    return _of(cotangent_rewrites.print_cotangent, model, where, **how)
 
 
-def _of(make: Any, model: M, *args: Any, kind: Any = parameters, **how: Any) -> M:
+def _of(make: Any, model: M, *args: Any, kind: Kind = parameters, **how: Any) -> M:
     return view(Walk(model), make(*args, **how), kind)

@@ -68,9 +68,11 @@ def check(value: Any, owner: str, changed: Set[int], clean: dict[int, Any]) -> N
 
 def _inside(value: Any) -> Sequence[Any]:
     """What is directly in a value."""
+    if isinstance(value, np.ndarray):
+        return value.ravel().tolist() if value.dtype == np.object_ else ()
     # The garbage collector does not track what cannot lead to others, such as a dict of
     # words.
-    if not gc.is_tracked(value) and not isinstance(value, np.ndarray):
+    if not gc.is_tracked(value):
         return ()
     if isinstance(value, types.FunctionType):  # Not its globals, a whole module.
         return [*(x for _, x in captured_by(value)), *vars(value).values()]
@@ -83,8 +85,6 @@ def _inside(value: Any) -> Sequence[Any]:
             return [value.__init__.__self__]
         except ReferenceError:
             return ()
-    if isinstance(value, np.ndarray) and value.dtype == np.object_:
-        return value.ravel().tolist()
     if isinstance(value, _CLOSED) or is_array(value):
         return ()
     attributes = vars(value) if type(value).__dictoffset__ else {}

@@ -17,6 +17,7 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import name_of, shape_and_dtype
+from flax_sg.internals.types import Kind
 from flax_sg.rules import rules, substitutes
 from flax_sg.trees.leaf_types import is_array, is_variable
 from flax_sg.trees.leaves import ABSENT
@@ -26,7 +27,7 @@ from flax_sg.trees.nnx_walks import Leaf, Walk
 
 
 def other_values(
-    walk: Walk, values: Any, kind: Any, where: Any = ABSENT, unused: str = 'raise'
+    walk: Walk, values: Any, kind: Kind, where: Any = ABSENT, unused: str = 'raise'
 ) -> rules.Rewrite:
     """The rule by which a model reads other values.
 
@@ -49,7 +50,7 @@ def other_values(
     return rules.Rewrite(filters.as_filter(where), rule, unused=unused)
 
 
-def _values(walk: Walk, values: Any, kind: Any) -> dict[Names, Any]:
+def _values(walk: Walk, values: Any, kind: Kind) -> dict[Names, Any]:
     """Values by the first path of each Variable, and those for no path of the model.
 
     An error in the place of a value is for whoever reads it.

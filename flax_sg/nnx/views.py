@@ -13,6 +13,7 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
+from flax_sg.internals.types import Kind
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.nnx.asking import ask
 from flax_sg.nnx.statics import PLAIN, check, leading_to
@@ -27,7 +28,7 @@ from flax_sg.trees.nnx_walks import Leaf, Walk
 _MUTABLE = ('hijax', 'is_hijax', 'ref', 'has_ref')
 
 
-def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
+def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Any:
     """A model that reads other values in the Variables that a filter selects.
 
     Args:
@@ -63,10 +64,12 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
             )
     rows = [row for each in chosen for row in each.rows]
     if isinstance(rewrite.rule, substitutes.FromTree):
-        given = itertools.chain(*(_given(rewrite.rule, leaf) for leaf, *_ in chosen))
+        values = itertools.chain(
+            *(_replacements(rewrite.rule, leaf) for leaf, *_ in chosen)
+        )
         new = [
             filters.merged(decision, value, old, path) if decision else old
-            for value, (path, decision, old) in zip(given, rows, strict=True)
+            for value, (path, decision, old) in zip(values, rows, strict=True)
         ]
     else:
         new = rewritten(rewrite, rows)
@@ -78,10 +81,10 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Any, name: str = '') -> Any:
         is_other = any(map(operator.is_not, leaf.arrays, own))
         if is_other or any(map(is_differentiable, own)):
             changed[leaf] = leaf.treedef.unflatten(own)
-    made = copied(walk, changed)
-    if isinstance(made, nnx.Pytree):
-        VIEWS.put(made, name or rewrite.rule.name)
-    return made
+    model = copied(walk, changed)
+    if isinstance(model, nnx.Pytree):
+        VIEWS.put(model, name or rewrite.rule.name)
+    return model
 
 
 def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
@@ -104,18 +107,18 @@ def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
             check(value, '.'.join(map(str, keys)), changed, clean)
         return value
 
-    made: Any = None
+    rebuilt: Any = None
     for key, (keys, children, treedef) in reversed(walk.parts.items()):
-        made = treedef.unflatten(map(instead, children, keys))
+        rebuilt = treedef.unflatten(map(instead, children, keys))
         if (node := walk.modules.get(key)) is None:
             continue
-        made = vars(node) | (made if key in walk.unknown else vars(made))
+        rebuilt = vars(node) | (rebuilt if key in walk.unknown else vars(rebuilt))
         data = _OWN.union(str(path[0]) for path in keys)
-        for name, value in made.items():
+        for name, value in rebuilt.items():
             if name not in data and type(value) not in PLAIN:
                 check(value, f'{type(node).__name__}.{name}', changed, clean)
-        vars(copies[key]).update(made)
-    return copies.get(id(walk.tree), made)
+        vars(copies[key]).update(rebuilt)
+    return copies.get(id(walk.tree), rebuilt)
 
 
 _OWN = frozenset(vars(nnx.Module()))  # Attributes that Flax itself has.
@@ -123,16 +126,16 @@ _OWN = frozenset(vars(nnx.Module()))  # Attributes that Flax itself has.
 VIEWS = ByIdentity[str]()
 
 
-def _given(rule: substitutes.FromTree, leaf: Leaf) -> list[Any]:
+def _replacements(rule: substitutes.FromTree, leaf: Leaf) -> list[Any]:
     """The arrays that a tree has for a leaf."""
     path = Path.of('params', leaf.names)
-    given = rule.entries.get(path.place)
-    if isinstance(given, errors.StructureError):
-        raise given
+    entry = rule.entries.get(path.place)
+    if isinstance(entry, errors.StructureError):
+        raise entry
     # A number of Python is compared by the shape and dtype of the array that is read.
     own = jax.tree.map(_as_read, raw(leaf.value))
-    given = rule.instead(path, own, lambda _: rules.MISSING)
-    return jax.tree.leaves(given, is_leaf=is_whole)
+    value = rule.instead(path, own, lambda _: rules.MISSING)
+    return jax.tree.leaves(value, is_leaf=is_whole)
 
 
 def _as_read(value: Any) -> Any:

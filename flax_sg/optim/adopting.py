@@ -19,6 +19,7 @@ import numpy as np
 from flax_sg import errors
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.types import PyTree, Transformation
 from flax_sg.optim.belonging import check_transformation
 from flax_sg.optim.masks import parameters_of
 from flax_sg.optim.owners import (
@@ -38,13 +39,13 @@ from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
 
 
 def adopt(
-    tx: Any,
-    params: Any,
-    state: Any,
+    tx: Transformation,
+    params: PyTree,
+    state: PyTree,
     *earlier: Any,
     old: Any = None,
     report: Callable[[dict[str, list[str]]], Any] | None = None,
-) -> Any:
+) -> PyTree:
     """Keeps the optimizer's state when you freeze or thaw parameters.
 
     Make ``tx`` of the new selection, and give ``adopt`` the old state. What was trained
@@ -102,30 +103,32 @@ def adopt(
     outcomes: dict[Names, tuple[Any, str]] = {}
     # For each part of the state what became of the moments in it.
     moments: dict[Names, set[str]] = {}
-    for names, made in pairs:
+    for names, initial in pairs:
         owner = owners[names]
-        given = [
+        candidates = [
             (old_values[names], None if old_owners is None else old_owners[names])
             for old_values, old_owners in zip(values, owners_before, strict=True)
             if names in old_values and 'hyperparams' not in owner.pattern
         ]
-        is_own = owner.owns(made) and owner.trained and not is_of_one_selection(made)
+        is_own = (
+            owner.owns(initial) and owner.trained and not is_of_one_selection(initial)
+        )
         if is_own:
-            outcomes[names] = _of_one(made, given, owner)
+            outcomes[names] = _of_one(initial, candidates, owner)
         else:
-            outcomes[names] = _of_all(made, given, owner, names in vectors)
-        if owner.owns(made) or names in vectors:
+            outcomes[names] = _of_all(initial, candidates, owner, names in vectors)
+        if owner.owns(initial) or names in vectors:
             moments.setdefault(owner.part, set()).add(outcomes[names][1])
-    for names, made in pairs:
+    for names, initial in pairs:
         if moments.get(owners[names].part) == {'fresh'}:
-            outcomes[names] = made, 'fresh'  # A count is as old as its moments.
+            outcomes[names] = initial, 'fresh'  # A count is as old as its moments.
     if report is not None:
         report(_lists(owners, outcomes, itertools.chain(*values)))
     carried = [outcomes[names][0] for names, _ in pairs]
     return jax.tree.structure(new, is_leaf=is_of_one_selection).unflatten(carried)
 
 
-def _makers(tx: Any, old: Any, count: int) -> Sequence[Any]:
+def _makers(tx: Transformation, old: Any, count: int) -> Sequence[Any]:
     """The transformation that made each state, None if it is not given.
 
     Raises:
@@ -162,15 +165,15 @@ def _lists(
 
 # The value of an old state at a place, and its owner; None for the owner if the user
 # does not say which transformation made the state.
-Given: TypeAlias = tuple[Any, Owner | None]
+Candidate: TypeAlias = tuple[Any, Owner | None]
 
 
 def _of_all(
-    made: Any, given: Sequence[Given], owner: Owner, is_vector: bool
+    initial: Any, candidates: Sequence[Candidate], owner: Owner, is_vector: bool
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
-    for value, old_owner in given:
-        if _type(value) != _type(made):
+    for value, old_owner in candidates:
+        if _type(value) != _type(initial):
             continue
         if old_owner is None:  # The structure alone tells that the value is carried.
             fits = not is_vector
@@ -179,12 +182,12 @@ def _of_all(
         else:
             fits = not (
                 is_vector
-                or is_of_one_selection(made)
-                or _may_have_rows(made, old_owner.selection, owner.selection)
+                or is_of_one_selection(initial)
+                or _may_have_rows(initial, old_owner.selection, owner.selection)
             )
         if fits:
             return value, 'carried'
-    return made, 'fresh'
+    return initial, 'fresh'
 
 
 def _may_have_rows(value: Any, *selections: Selection) -> bool:
@@ -208,26 +211,30 @@ def _is_same(old: Any, new: Any, shape: tuple[int, ...], path: str) -> bool:
     )
 
 
-def _of_one(made: Any, given: Sequence[Given], owner: Owner) -> tuple[Any, str]:
+def _of_one(
+    initial: Any, candidates: Sequence[Candidate], owner: Owner
+) -> tuple[Any, str]:
     """A value that belongs to one parameter, and whether it is carried, or in part."""
-    out, trained, shape, path = made, owner.trained, owner.shape, owner.name
+    out, trained, shape, path = initial, owner.trained, owner.shape, owner.name
     is_trained, is_carried = mask_of(trained, shape, path), np.False_
-    for value, old in reversed(given):  # The first one has the last word.
+    for value, old in reversed(candidates):  # The first one has the last word.
         old_trained = True if old is None or old.shape != shape else old.trained
         has_state = mask_of(old_trained, shape, path)
-        if _is_same(old_trained, trained, shape, path) and _type(value) == _type(made):
+        if _is_same(old_trained, trained, shape, path) and _type(value) == _type(
+            initial
+        ):
             out, is_carried = value, has_state
         elif (
-            np.shape(made) == shape_of_part(trained, shape)
+            np.shape(initial) == shape_of_part(trained, shape)
             and np.shape(value) == shape_of_part(old_trained, shape)
-            and _type(value)[2] == _type(made)[2]
+            and _type(value)[2] == _type(initial)[2]
         ):
             pair = whole_of(old_trained, value, shape), whole_of(trained, out, shape)
             out = jnp.where(is_trained & has_state, *pair)
             out = trained.cut(out, len(shape)) if isinstance(trained, Choice) else out
             is_carried = is_carried | has_state
     if not (is_carried & is_trained).any():
-        return made, 'fresh'
+        return initial, 'fresh'
     return out, 'carried' if (is_carried == is_trained).all() else 'in part'
 
 
@@ -248,9 +255,9 @@ def _warn_of_rows(
     owners: Mapping[Names, Owner], pairs: Sequence[Any], old_values: Mapping[Names, Any]
 ) -> None:
     """Warns of an array that has grown, or of which rows were frozen."""
-    for names, made in pairs:
+    for names, initial in pairs:
         owner, old_shape = owners[names], shape_of(old_values.get(names))
-        if shape_of(made) == owner.shape and is_cut(old_shape, owner.shape):
+        if shape_of(initial) == owner.shape and is_cut(old_shape, owner.shape):
             warn_once(
                 f'sg.adopt: {owner.name!r} has the shape {owner.shape}, and its '
                 f'moments in the state have {old_shape}: they are left out.\n'

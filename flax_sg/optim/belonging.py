@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from flax_sg import errors
+from flax_sg.internals.types import PyTree
 from flax_sg.optim.owners import Owner, is_of_one_selection
 from flax_sg.optim.selections import Names, names_of
 from flax_sg.trees.leaves import is_differentiable, shape_of
@@ -23,7 +24,11 @@ Values: TypeAlias = Mapping[Names, Any]
 
 
 def check_transformation(
-    owners: Mapping[Names, Owner], new: Any, state: Any, ours: Values, theirs: Values
+    owners: Mapping[Names, Owner],
+    new: Any,
+    state: PyTree,
+    new_values: Values,
+    old_values: Values,
 ) -> None:
     """Raises if a state is that of another transformation.
 
@@ -31,41 +36,47 @@ def check_transformation(
         owners: the owners of all values.
         new: a new state.
         state: the state.
-        ours: the values of ``new``, by their names.
-        theirs: the values of ``state``.
+        new_values: the values of ``new``, by their names.
+        old_values: the values of ``state``.
     """
-    trees = {*_trees(owners, ours), *_trees(owners, theirs)}
+    trees = {*_trees(owners, new_values), *_trees(owners, old_values)}
     # Records in these trees are parameters, which may have another class now.
-    here, there = (
+    new_records, old_records = (
         {place: name for place, name in _records(each) if not _is_in(place, trees)}
         for each in (new, state)
     )
-    if not there and not (ours and theirs):
-        if ours and _is_hole(state):
-            raise _other_fields(owners, ours, theirs)
+    if not old_records and not (new_values and old_values):
+        if new_values and _is_hole(state):
+            raise _other_fields(owners, new_values, old_values)
         return  # All may be frozen. Plain dicts without values tell no more.
-    places = _places(owners, ours, theirs, here, there) if there else ()
-    for place in sorted(places, key=lambda place: (place not in there, place)):
-        if here.get(place) != there.get(place):
-            raise _other_record(place, here.get(place), there.get(place))
-    both = here.keys() & there.keys()
-    fields, others = (
-        _fields(owners, [names for names in values if not _is_in(names, both)])
-        for values in (ours, theirs)
+    places = (
+        _places(owners, new_values, old_values, new_records, old_records)
+        if old_records
+        else ()
     )
-    common = fields.keys() & others.keys()
-    is_other = bool(fields and others and not common)
-    is_other |= not all(fields[part].fits(others[part]) for part in common)
+    for place in sorted(places, key=lambda place: (place not in old_records, place)):
+        if new_records.get(place) != old_records.get(place):
+            raise _other_record(place, new_records.get(place), old_records.get(place))
+    both = new_records.keys() & old_records.keys()
+    new_fields, old_fields = (
+        _fields(owners, [names for names in values if not _is_in(names, both)])
+        for values in (new_values, old_values)
+    )
+    common = new_fields.keys() & old_fields.keys()
+    is_other = bool(new_fields and old_fields and not common)
+    is_other |= not all(new_fields[part].fits(old_fields[part]) for part in common)
     # An array of one state is a tree in the other: optax.flatten makes one of a tree.
     is_other |= any(owners[names].parameter < 0 for names in trees & owners.keys())
     recognized = [
-        names for names in theirs if owners[names].parameter >= 0 or names in ours
+        names
+        for names in old_values
+        if owners[names].parameter >= 0 or names in new_values
     ]
-    if is_other or (ours and theirs and not recognized):
-        raise _other_fields(owners, ours, theirs)
+    if is_other or (new_values and old_values and not recognized):
+        raise _other_fields(owners, new_values, old_values)
 
 
-def _is_hole(state: Any) -> bool:
+def _is_hole(state: PyTree) -> bool:
     """Whether a state is empty, as a checkpoint restores one without values."""
     return state is None or (isinstance(state, dict) and not state)
 
@@ -80,20 +91,20 @@ def _trees(owners: Mapping[Names, Owner], values: Iterable[Names]) -> Iterator[N
 
 def _places(
     owners: Mapping[Names, Owner],
-    ours: Values,
-    theirs: Values,
-    here: Mapping[Names, str],
-    there: Mapping[Names, str],
+    new_values: Values,
+    old_values: Values,
+    new_records: Mapping[Names, str],
+    old_records: Mapping[Names, str],
 ) -> set[Names]:
     """The places at which both states have to have the same record.
 
     They have values in both states, or moments in one. A record that only counts steps,
     as that of a schedule, may be in one state alone: it begins anew, or ends.
     """
-    if not (ours or theirs):
-        return here.keys() & there.keys()
-    places = _outer(ours, here) & _outer(theirs, there)
-    for values, records in ((ours, here), (theirs, there)):
+    if not (new_values or old_values):
+        return new_records.keys() & old_records.keys()
+    places = _outer(new_values, new_records) & _outer(old_values, old_records)
+    for values, records in ((new_values, new_records), (old_values, old_records)):
         moments = [
             names
             for names, value in values.items()
@@ -153,7 +164,7 @@ def _fields(
     return parts
 
 
-def _records(state: Any, top: Names = ()) -> Iterator[tuple[Names, str]]:
+def _records(state: PyTree, top: Names = ()) -> Iterator[tuple[Names, str]]:
     """The names of the class of each record in a state, by their places."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda node: node is not state and _is_record(node)
@@ -170,24 +181,24 @@ def _is_record(node: Any) -> bool:
 
 
 def _other_record(
-    place: Names, ours: str | None, theirs: str | None
+    place: Names, new: str | None, old: str | None
 ) -> errors.StructureError:
     at_place = f' at {"/".join(place)!r}' if place else ''
     return errors.StructureError(
-        f'sg.adopt: the state has {theirs or "nothing"}{at_place}, where the new state '
-        f'has {ours or "nothing"}.\n{_ADVICE}'
+        f'sg.adopt: the state has {old or "nothing"}{at_place}, where the new state '
+        f'has {new or "nothing"}.\n{_ADVICE}'
     )
 
 
 def _other_fields(
-    owners: Mapping[Names, Owner], ours: Values, theirs: Values
+    owners: Mapping[Names, Owner], new_values: Values, old_values: Values
 ) -> errors.StructureError:
-    here, there = (
+    new_names, old_names = (
         {'/'.join(owners[names].pattern) for names in values}
-        for values in (ours, theirs)
+        for values in (new_values, old_values)
     )
-    actual = repr(min(there - here or there)) if there else 'nothing'
-    expected = repr(min(here - there or here)) if here else 'nothing'
+    actual = repr(min(old_names - new_names or old_names)) if old_names else 'nothing'
+    expected = repr(min(new_names - old_names or new_names)) if new_names else 'nothing'
     return errors.StructureError(
         f'sg.adopt: the state has {actual}, where the new state has {expected}.\n'
         f'{_ADVICE}'

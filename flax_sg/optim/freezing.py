@@ -18,6 +18,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import listed, raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.tracing import Tracer
+from flax_sg.internals.types import Decision, Leaf, PyTree, Transformation
 from flax_sg.optim.masks import parameters_of, trained_leaves
 from flax_sg.optim.pausing import with_paused
 from flax_sg.optim.selections import (
@@ -51,12 +52,12 @@ class Freeze:
         unused: what to do with a filter that matches nothing.
     """
 
-    tx: Any
+    tx: Transformation
     where: filters.Filter | Declared
     unused: str
 
     def _parameters(
-        self, params: Any, unused: str = 'ignore'
+        self, params: PyTree, unused: str = 'ignore'
     ) -> tuple[Leaves, list[Any]]:
         """The parameters, and for each whether it is trained, or which rows or part.
 
@@ -78,7 +79,7 @@ class Freeze:
             for part, (path, leaf) in zip(parts, leaves, strict=True)
         ]
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> Any:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
         is_marked = marks()
         unused = 'ignore' if is_marked else self.unused
@@ -132,7 +133,7 @@ class Freeze:
             )
 
     def update(
-        self, updates: Any, state: Any, params: Any = None, **extra: Any
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[Any, Any]:
         """Updates in the form of the parameters; without these, of the gradients."""
         for name in ('value_fn', 'grad_fn', 'obj_fn'):
@@ -163,9 +164,9 @@ class Freeze:
     def _step(
         self,
         leaves: Leaves,
-        trained: Sequence[Any],
+        trained: Sequence[Decision],
         gradients: Sequence[Any],
-        state: Any,
+        state: PyTree,
         own: Any,
         extra: Mapping[str, Any],
     ) -> tuple[Any, Any]:
@@ -177,7 +178,12 @@ class Freeze:
         return leaves.restore(out), after
 
     def _paused(
-        self, leaves: Leaves, trained: Sequence[Any], shown: Any, state: Any, after: Any
+        self,
+        leaves: Leaves,
+        trained: Sequence[Decision],
+        shown: PyTree,
+        state: PyTree,
+        after: PyTree,
     ) -> Any:
         """The state after a step, in which the moments of frozen parts stood still."""
         parts = {
@@ -191,7 +197,7 @@ class Freeze:
 
 
 def freeze(
-    tx: Any,
+    tx: Transformation,
     where: filters.Where | Declared = DECLARED,
     *,
     unused: str = 'raise',
@@ -263,7 +269,7 @@ def freeze(
 
 
 def pruned(
-    leaves: Leaves, trained: Sequence[Any], values: Sequence[Any] | None = None
+    leaves: Leaves, trained: Sequence[Decision], values: Sequence[Any] | None = None
 ) -> Any:
     """The tree with ``ABSENT`` in place of what is frozen, and rows cut out.
 
@@ -272,18 +278,18 @@ def pruned(
         trained: which of them are trained.
         values: other values; by default the parameters.
     """
-    given = leaves.values if values is None else values
+    values = leaves.values if values is None else values
     return leaves.treedef.unflatten(
         part.cut(leaf, np.ndim(leaves.values[n]))
         if isinstance(part, Choice)
         else leaf
         if part
         else ABSENT
-        for n, (part, leaf) in enumerate(zip(trained, given, strict=True))
+        for n, (part, leaf) in enumerate(zip(trained, values, strict=True))
     )
 
 
-def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Any]) -> Any:
+def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Decision]) -> Any:
     """What an optimizer sees of another argument of ``update``, such as ``value=``.
 
     A tree like the parameters is pruned as they are. If the parameters are one array,
@@ -330,7 +336,7 @@ def _update(parameter: _Parameter, update: Any) -> Any:
     return filters.merged(part, update, rest, path, np.shape(leaf))
 
 
-def _no_update(leaf: Any) -> Any:
+def _no_update(leaf: Leaf) -> Any:
     """The update of a frozen leaf: a constant that adds nothing, and takes no memory.
 
     It is minus zero, as 0.0 changes the sign of -0.0. A program makes it by itself: of
@@ -338,7 +344,7 @@ def _no_update(leaf: Any) -> Any:
     minus zero, and it leaves out zero, as that of ``optax.set_to_zero``.
     """
 
-    def constant(leaf: Any) -> Any:
+    def constant(leaf: Leaf) -> Any:
         if not is_number(leaf):  # A float0 stands in the gradient of an integer.
             return leaf if getattr(leaf, 'dtype', None) == float0 else ABSENT
         zero = np.zeros((), getattr(leaf, 'dtype', jnp.result_type(leaf)))
@@ -352,7 +358,7 @@ def _no_update(leaf: Any) -> Any:
     return jax.tree.map(constant, leaf)
 
 
-def _frozen_in(tx: Any, params: Any) -> set[Any]:
+def _frozen_in(tx: Transformation, params: PyTree) -> set[Any]:
     """The places of the parameters that a freeze in a transformation leaves alone."""
     return {
         path.place
@@ -362,32 +368,36 @@ def _frozen_in(tx: Any, params: Any) -> set[Any]:
     }
 
 
-def _may_be_of(tx: Any, state: Any, params: Any) -> bool:
+def _may_be_of(tx: Transformation, state: PyTree, params: PyTree) -> bool:
     """Whether a state may be that of a transformation for some parameters.
 
     It may have grown at the first update, as that of ``optax.monitor`` does.
     """
     try:
-        made = jax.eval_shape(tx.init, params)
+        initial = jax.eval_shape(tx.init, params)
     except jax.errors.JAXTypeError:  # ``tx.init`` asks for values.
         return True
-    begun, now = _shapes_of(made), _shapes_of(state)
+    begun, now = _shapes_of(initial), _shapes_of(state)
     if begun == now:
-        return jax.tree.structure(made) == jax.tree.structure(state)
+        return jax.tree.structure(initial) == jax.tree.structure(state)
     return begun.items() < now.items()
 
 
-def _is_of_all(tx: Any, state: Any, leaves: Leaves) -> bool:
+def _is_of_all(tx: Transformation, state: PyTree, leaves: Leaves) -> bool:
     """Whether a state has the shapes of one in which nothing is frozen."""
     try:
-        made = jax.eval_shape(tx.init, leaves.restore(leaves.values))
+        initial = jax.eval_shape(tx.init, leaves.restore(leaves.values))
     except jax.errors.JAXTypeError:  # It asks for values.
         return False
-    return _shapes_of(made) == _shapes_of(state)
+    return _shapes_of(initial) == _shapes_of(state)
 
 
 def _is_broadcast(
-    tx: Any, trained: Sequence[Any], params: Any, state: Any, after: Any
+    tx: Transformation,
+    trained: Sequence[Decision],
+    params: PyTree,
+    state: PyTree,
+    after: PyTree,
 ) -> bool:
     """Whether moments of one row became those of several.
 
@@ -400,18 +410,18 @@ def _is_broadcast(
     if was == now:
         return False
     changed = {keys for keys in was.keys() & now.keys() if was[keys] != now[keys]}
-    made = _shapes_of(jax.eval_shape(tx.init, params)) if changed else {}
-    return any(made.get(keys) == now[keys] for keys in changed)
+    initial = _shapes_of(jax.eval_shape(tx.init, params)) if changed else {}
+    return any(initial.get(keys) == now[keys] for keys in changed)
 
 
-def _shapes_of(state: Any) -> dict[Any, tuple[int, ...]]:
+def _shapes_of(state: PyTree) -> dict[Any, tuple[int, ...]]:
     """The shape of each array of a state, by its place."""
     pairs = jax.tree_util.tree_leaves_with_path(state)
     return {keys: np.shape(leaf) for keys, leaf in pairs}
 
 
 def _foreign(
-    leaves: Leaves, trained: Sequence[Any], is_of_all: bool = False
+    leaves: Leaves, trained: Sequence[Decision], is_of_all: bool = False
 ) -> errors.StructureError:
     paths = [path for path, part in zip(leaves.paths, trained, strict=True) if part]
     shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'
@@ -447,13 +457,13 @@ def _rows_in_rows(path: str) -> errors.PartError:
 
 def _of_all_parameters(name: str, extra: Collection[str]) -> errors.ArgumentTypeError:
     fn = 'jax.grad(of_part)' if name == 'grad_fn' else 'of_part'
-    given = ', '.join([f'{k}={k}' for k in extra if k != name] + [f'{name}={fn}'])
+    arguments = ', '.join([f'{k}={k}' for k in extra if k != name] + [f'{name}={fn}'])
     return errors.ArgumentTypeError(
         f'tx.update got {name}=, a function of all parameters, and sg.freeze shows its '
         'optimizer the trained ones only.\n'
         'Give optax the trained part, and the optimizer without sg.freeze:\n'
         'part, rest = sg.partition(params, ~sg.where(where))\n'
         'of_part = lambda part: loss(sg.combine(part, rest))\n'
-        f'updates, state = tx.update(grads, state, part, {given})\n'
+        f'updates, state = tx.update(grads, state, part, {arguments})\n'
         'params = sg.combine(optax.apply_updates(part, updates), rest)'
     )

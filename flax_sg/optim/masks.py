@@ -12,6 +12,7 @@ import numpy as np
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by
 from flax_sg.filters.paths import Path
+from flax_sg.internals.types import Decision, Leaf, PyTree
 from flax_sg.trees import classified, one_label
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -29,7 +30,7 @@ from flax_sg.trees.trainable import Declared, chosen
 
 
 def mask(
-    tree: Any,
+    tree: PyTree,
     *where: Any,
     trained: filters.Where | Declared | Absent = ABSENT,
     frozen: filters.Where | Declared | Absent = ABSENT,
@@ -106,7 +107,7 @@ def mask(
     )
 
 
-def _bools(decision: Any, leaf: Any, path: str) -> Any:
+def _bools(decision: Decision, leaf: Leaf, path: str) -> Any:
     """The bool of a mask at a leaf, or a bool for each element."""
     if not isinstance(decision, filters.Part):
         return decision
@@ -120,7 +121,7 @@ def _bools(decision: Any, leaf: Any, path: str) -> Any:
 
 
 def labels(
-    tree: Any,
+    tree: PyTree,
     groups: Mapping[Any, filters.Where] | Callable[[Path], Hashable],
     rest: Hashable = ABSENT,
     *,
@@ -192,7 +193,7 @@ def trained_leaves(
     ]
 
 
-def parameters_of(tree: Any, call: str = '') -> Leaves:
+def parameters_of(tree: PyTree, call: str = '') -> Leaves:
     """The leaves of a tree that an optimizer is given.
 
     Args:

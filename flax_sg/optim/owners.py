@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from flax_sg.internals.types import PyTree, Transformation
 from flax_sg.optim.selections import (
     Names,
     Selection,
@@ -91,7 +92,9 @@ class Owner(NamedTuple):
         return shape_of(value) == (size,) != (1,) and is_differentiable(value)
 
 
-def owners_of(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, Owner]:
+def owners_of(
+    tx: Transformation, leaves: Leaves, every: Sequence[Names]
+) -> dict[Names, Owner]:
     """The owners of the values of some states of a transformation.
 
     Args:
@@ -123,7 +126,10 @@ def owners_of(tx: Any, leaves: Leaves, every: Sequence[Names]) -> dict[Names, Ow
 
 
 def vectors_of(
-    tx: Any, leaves: Leaves, pairs: Sequence[Any], owners: Mapping[Names, Owner]
+    tx: Transformation,
+    leaves: Leaves,
+    pairs: Sequence[Any],
+    owners: Mapping[Names, Owner],
 ) -> set[Names]:
     """The places of the arrays that ``optax.flatten`` made of all parameters.
 
@@ -140,7 +146,9 @@ def vectors_of(
     }
 
 
-def _shapes_without(tx: Any, leaves: Leaves, parameter: Names) -> dict[Names, Any]:
+def _shapes_without(
+    tx: Transformation, leaves: Leaves, parameter: Names
+) -> dict[Names, Any]:
     """The shapes in a state without one of the parameters, if it can be made."""
     keys = [*map(names_of, leaves.key_paths)]
     left = (
@@ -206,7 +214,7 @@ def _owner_of(
     return Owner(str(selection.paths[parameter]), part, pattern, selection, parameter)
 
 
-def values_of(state: Any) -> list[tuple[Names, Any]]:
+def values_of(state: PyTree) -> list[tuple[Names, Any]]:
     """The values of a state, with the names that lead to them."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_of_one_selection)
     return [(names_of(keys), value) for keys, value in pairs]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import filters
+from flax_sg.internals.types import PyTree, Transformation
 from flax_sg.optim.owners import Owner, owners_of, vectors_of
 from flax_sg.optim.selections import Names, names_of
 from flax_sg.trees.leaf_types import is_differentiable
@@ -23,7 +24,11 @@ from flax_sg.trees.rows import Choice
 
 
 def with_paused(
-    tx: Any, leaves: Leaves, trained: Mapping[Names, Any], before: Any, after: Any
+    tx: Transformation,
+    leaves: Leaves,
+    trained: Mapping[Names, Any],
+    before: Any,
+    after: PyTree,
 ) -> Any:
     """The state after an update, with the old values of frozen elements.
 

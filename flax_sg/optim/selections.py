@@ -21,6 +21,7 @@ from jax.tree_util import GetAttrKey
 
 from flax_sg.filters.paths import Path, name_of
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Decision, PyTree, Transformation
 from flax_sg.trees.leaves import Leaves, shape_of
 from flax_sg.trees.rows import Choice, shape_of_part
 
@@ -42,10 +43,10 @@ class Selection:
     paths: list[Path]
     names: list[Names]
     shapes: list[tuple[int, ...]]
-    trained: Sequence[Any]
+    trained: Sequence[Decision]
 
     @classmethod
-    def of(cls, leaves: Leaves, trained: Sequence[Any]) -> Selection:
+    def of(cls, leaves: Leaves, trained: Sequence[Decision]) -> Selection:
         """The selection of some parameters; ``leaves`` are whole arrays."""
         names = [*map(names_of, leaves.key_paths)]
         return cls(leaves.paths, names, [*map(shape_of, leaves.values)], trained)
@@ -83,7 +84,7 @@ def marked() -> contextlib.AbstractContextManager[Any]:
     return tracing.freezes((True, rows_are_cut()))
 
 
-def inside(trained: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+def inside(trained: Sequence[Decision]) -> contextlib.AbstractContextManager[Any]:
     """Tells the freezes in the transformation of a freeze whether it cuts rows.
 
     Args:
@@ -106,7 +107,7 @@ class Marked:
     selection: Selection
 
 
-def selections(tx: Any, params: Any) -> dict[Names, Selection]:
+def selections(tx: Transformation, params: PyTree) -> dict[Names, Selection]:
     """What each freeze in a transformation selects, by the names of its state.
 
     >>> import jax.numpy as jnp, optax, flax_sg as sg

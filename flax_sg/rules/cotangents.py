@@ -20,11 +20,12 @@ from flax_sg.errors.texts import shown
 from flax_sg.filters import predicates, tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Array, Leaf, Scalar
 from flax_sg.rules import primitives, rules
 from flax_sg.trees.leaves import is_differentiable
 
 
-def has_to_act(rewrite: rules.Rewrite, path: Path, leaf: Any) -> bool:
+def has_to_act(rewrite: rules.Rewrite, path: Path, leaf: Leaf) -> bool:
     """Whether a rule on cotangents has to act on a leaf.
 
     Raises:
@@ -81,10 +82,10 @@ class Scale(OnCotangents):
 
     asks_path = False
 
-    def __init__(self, factor: Any) -> None:
+    def __init__(self, factor: Scalar) -> None:
         super().__init__('scale_gradient', factor)
 
-    def __call__(self, path: Path, leaf: Any) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Any:
         """Returns the leaf, behind an identity that scales."""
         [factor] = self.operands
         return primitives.scale(leaf, factor)
@@ -103,7 +104,7 @@ class Each(OnCotangents):
         super().__init__(name, *operands, parts=(tokens.of_object(fn),))
         self._fn = fn
 
-    def __call__(self, path: Path, leaf: Any) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Any:
         """Returns the leaf, behind an identity that maps its cotangent."""
         of_user = self._fn  # JAX keeps ``fn``: with ``self``, the operands as well.
 
@@ -115,14 +116,14 @@ class Each(OnCotangents):
         return self._mapped(fn, [(path, [leaf])])[0][0]
 
 
-def replaced(path: Path, cotangent: Any, value: Any) -> Any:
+def replaced(path: Path, cotangent: Array, value: Any) -> Any:
     """A value in the place of a cotangent; a single number is repeated."""
     if value.ndim:
         return _checked(path, 'the value', [cotangent], [value])[0]
     return jnp.broadcast_to(value.astype(cotangent.dtype), cotangent.shape)
 
 
-def clipped_by_value(_: Path, cotangent: Any, bound: Any) -> Any:
+def clipped_by_value(_: Path, cotangent: Array, bound: Any) -> Any:
     """A cotangent with each number, or each part of a complex one, within a bound."""
     bound = bound.astype(cotangent.real.dtype)
     if not jnp.iscomplexobj(cotangent):
@@ -131,18 +132,18 @@ def clipped_by_value(_: Path, cotangent: Any, bound: Any) -> Any:
     return jax.lax.complex(*(jnp.clip(part, -bound, bound) for part in parts))
 
 
-def clipped_by_norm(_: Path, cotangent: Any, bound: Any) -> Any:
+def clipped_by_norm(_: Path, cotangent: Array, bound: Any) -> Any:
     """A cotangent that is scaled down to a norm."""
     return _scaled_down([cotangent], [cotangent], bound)[0]
 
 
-def printed(path: Path, cotangent: Any) -> Any:
+def printed(path: Path, cotangent: Array) -> Any:
     """A cotangent that is printed whenever the program runs."""
     jax.debug.callback(functools.partial(_print, str(path)), cotangent)
     return cotangent
 
 
-def _print(path: str, cotangent: Any) -> None:
+def _print(path: str, cotangent: Array) -> None:
     print(f'cotangent of {path}: {cotangent}')
 
 

@@ -13,6 +13,7 @@ from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.names import no_variables
 from flax_sg.filters.paths import Path, name_of
 from flax_sg.internals.optional import is_nnx_model
+from flax_sg.internals.types import Decision, PyTree
 from flax_sg.rules import cotangents, rules, substitutes
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -29,7 +30,7 @@ from flax_sg.trees.leaves import (
 )
 
 
-def rewrite(tree: Any, rewrite: rules.Rewrite) -> Any:
+def rewrite(tree: PyTree, rewrite: rules.Rewrite) -> PyTree:
     """A tree with the rule of a rewrite applied to the leaves that it selects.
 
     >>> import jax, flax_sg as sg
@@ -109,8 +110,8 @@ def rewritten(
 
 
 def stop_gradient(
-    tree: Any, where: filters.Where | Absent = ABSENT, *, unused: str = 'raise'
-) -> Any:
+    tree: PyTree, where: filters.Where | Absent = ABSENT, *, unused: str = 'raise'
+) -> PyTree:
     """A tree in which the selected leaves are behind ``jax.lax.stop_gradient``.
 
     ``where`` names what is **stopped**.
@@ -144,12 +145,12 @@ def stop_gradient(
 
 
 def substitute(
-    tree: Any,
+    tree: PyTree,
     values: Any,
     *,
     where: filters.Where | Absent = ABSENT,
     unused: str = 'raise',
-) -> Any:
+) -> PyTree:
     """A tree in which some leaves are other values.
 
     What ``nn.substitute`` does to the variables of a model, done to any tree.
@@ -185,7 +186,7 @@ def substitute(
     return _substituted(tree, values, None if is_absent(where) else chosen, unused)
 
 
-def _tree_before(call: str, tree: Any) -> Leaves:
+def _tree_before(call: str, tree: PyTree) -> Leaves:
     """Takes a tree apart; raises for a model of NNX, whose copy would lose writes."""
     for node in jax.tree.leaves(tree, is_nnx_model):
         if is_nnx_model(node):
@@ -199,7 +200,7 @@ def _tree_before(call: str, tree: Any) -> Leaves:
 
 
 def _substituted(
-    tree: Any, values: Any, where: filters.Filter | None, unused: str
+    tree: PyTree, values: Any, where: filters.Filter | None, unused: str
 ) -> Any:
     leaves = _tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)
@@ -219,7 +220,7 @@ def _substituted(
         names = sorted(tuple(map(name_of, keys)) for keys in unknown)
         existing = ('/'.join(map(name_of, keys)) for keys in leaves.key_paths)
         raise no_variables('A tree of values', names, existing)
-    decisions: list[Any] = [keys in present for keys in leaves.key_paths]
+    decisions: list[Decision] = [keys in present for keys in leaves.key_paths]
     if where is not None:
         [decisions] = selected([leaves.paths], where, unused)
     out: list[Any] = []

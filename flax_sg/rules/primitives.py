@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Scalar
 
 
 @jax.custom_jvp
@@ -33,12 +34,12 @@ def _stop_one_level_jvp(primals: Any, _: Any) -> Any:
 stop_one_level.defjvp(_stop_one_level_jvp, symbolic_zeros=True)
 
 
-def scale(x: Any, factor: Any) -> Any:
+def scale(x: Any, factor: Scalar) -> Any:
     """``x``; its tangents and cotangents are multiplied by ``factor``."""
     alike = _alike([x, factor])
 
     @jax.custom_jvp
-    def identity(x: Any, factor: Any) -> Any:
+    def identity(x: Any, factor: Scalar) -> Any:
         return alike([x], [factor])[0]
 
     def jvp(primals: Any, tangents: Any) -> Any:

@@ -15,6 +15,7 @@ from flax.core.scope import CollectionFilter, DenyList
 from flax_sg import errors, filters
 from flax_sg.filters import paths
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Leaf
 from flax_sg.rules import primitives
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
@@ -68,7 +69,7 @@ class Rule:
     def __repr__(self) -> str:
         return f'<{self.name}{self.args}>'  # In reprs of modules an address is noise.
 
-    def __call__(self, path: paths.Path, leaf: Any) -> Any:
+    def __call__(self, path: paths.Path, leaf: Leaf) -> Any:
         """Returns what a reader sees instead of ``leaf``, by default ``leaf`` itself.
 
         Called once for each leaf and block, in the trace that the leaf belongs to.
@@ -134,7 +135,7 @@ class StopGradient(Rule):
     asks_path = False
     levels: int | None = None
 
-    def __call__(self, path: paths.Path, leaf: Any) -> Any:
+    def __call__(self, path: paths.Path, leaf: Leaf) -> Any:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
         # An array that is no tracer is a constant to every derivative in progress,
         # and arrays of other types (integers, keys) carry no gradient.

@@ -18,6 +18,7 @@ from flax_sg import errors
 from flax_sg.filters import tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import modules
+from flax_sg.internals.types import Leaf
 from flax_sg.rules import rules
 from flax_sg.trees.leaves import (
     as_array,
@@ -41,7 +42,7 @@ class Substitute(rules.Keyed):
     brings = True
     at_init = False  # ``init`` has to store the variables, not the values.
 
-    def __call__(self, path: Path, leaf: Any) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Any:
         """What is read instead of one leaf."""
         raise errors.ArgumentTypeError(
             'sg.rewrite was given nn.substitute with values by name: only variables of '
@@ -98,7 +99,7 @@ class FromFunction(Substitute):
         super().__init__(tokens.of_object(fn))
         self.fn = fn
 
-    def __call__(self, path: Path, leaf: Any) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Any:
         """Returns what the function returns: any dtype, the shape of the leaf."""
         new = self.fn(path, leaf)
         if isinstance(leaf, NonDifferentiable):

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from flax_sg import errors, filters
 from flax_sg.internals import lifting
+from flax_sg.internals.types import Leaf
 from flax_sg.scans import residuals
 from flax_sg.trees.leaves import path_of, selected
 
@@ -304,7 +305,7 @@ def _strong(carry: Any, made: Any) -> Any:
     return jax.tree.map(strong, carry, made)
 
 
-def _masked(leaf: Any, mask: NDArray[np.bool_]) -> Any:
+def _masked(leaf: Leaf, mask: NDArray[np.bool_]) -> Any:
     """A stack of which some layers are stopped; as it is if none is."""
     if not mask.any():
         return leaf

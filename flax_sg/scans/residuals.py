@@ -27,6 +27,7 @@ from flax_sg import errors
 from flax_sg.engine import contents
 from flax_sg.internals import core_scopes, jaxprs, lifting, modules
 from flax_sg.internals.tracing import Tracer
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import is_differentiable
 
 _STOP = 'stop_gradient'
@@ -258,7 +259,7 @@ def _bind_again(
     inner = jaxprs.checkpoint_of(equation)
     of_steps = {signature for step in steps for signature in _operations(step)}
 
-    def saves(primitive: Any, *args: Any, **params: Any) -> bool:
+    def saves(primitive: Any, *args: Any, **params: PyTree) -> bool:
         if primitive.name in _OF_LAYER or _signature(primitive, args) in of_steps:
             return False
         if inner is None:

@@ -13,6 +13,7 @@ from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.rows import alike, index, repeated, unique
+from flax_sg.internals.types import PyTree
 from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
@@ -103,7 +104,7 @@ class Moves(Shown):
         return f'Moves({counts})'
 
 
-def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
+def moves(before: Any, after: Any, gradients: PyTree = None) -> Moves:
     """Tells which parameters a training step moved, from the trees before and after.
 
     ``sg.gradient_flow`` tells what a loss *can* train. A step may do less or more: an
@@ -189,7 +190,7 @@ def moves(before: Any, after: Any, gradients: Any = None) -> Moves:
 
 
 def assert_moves_only(
-    before: Any, after: Any, where: filters.Where, gradients: Any = None
+    before: Any, after: Any, where: filters.Where, gradients: PyTree = None
 ) -> None:
     """Asserts that a training step moves every selected parameter and no other one.
 
@@ -266,18 +267,18 @@ def _rows(some: Any, singular: str, plural: str) -> str:
     return f'rows {text} {plural}' if len(rows) > 1 else f'row {text} {singular}'
 
 
-def _parameters(tree: Any) -> list[tuple[Path, Any]]:
+def _parameters(tree: PyTree) -> list[tuple[Path, Any]]:
     """The leaves that can be trained."""
     return [row for row in leaves.leaves_of(tree) if leaves.is_differentiable(row[1])]
 
 
-def _variables(tree: Any) -> set[int]:
+def _variables(tree: PyTree) -> set[int]:
     """The Variables of an NNX module or state, by their identity."""
     nodes = jax.tree.leaves(leaves.leaves_of(tree).tree, is_leaf=is_variable)
     return {id(node) for node in nodes if is_variable(node)}
 
 
-def _gradients(gradients: Any) -> dict[Any, list[Any]]:
+def _gradients(gradients: PyTree) -> dict[Any, list[Any]]:
     """Gradients by the places of parameters: arrays, or whether there is one."""
     pairs: Any = _parameters(gradients)
     if isinstance(gradients, flow.GradientFlow):

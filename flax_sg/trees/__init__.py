@@ -8,6 +8,7 @@ from typing import Any
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import Path
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import (
     ABSENT,
     is_absent,
@@ -21,8 +22,8 @@ from flax_sg.trees.rows import Rest, halves
 
 
 def partition(
-    tree: Any, where: filters.Where, *, unused: str = 'raise'
-) -> tuple[Any, Any]:
+    tree: PyTree, where: filters.Where, *, unused: str = 'raise'
+) -> tuple[PyTree, PyTree]:
     """Splits a tree into the leaves that a filter selects and the rest.
 
     Both parts have the structure of the tree. ``ABSENT``, which has no leaves, marks a
@@ -66,7 +67,7 @@ def partition(
     """
     leaves = tree_before('sg.partition(tree, where)', tree)
     [decisions] = selected([leaves.paths], filters.as_filter(where), unused)
-    pairs: list[tuple[Any, Any]] = []
+    pairs: list[tuple[PyTree, PyTree]] = []
     for decision, (path, leaf) in zip(decisions, leaves, strict=True):
         if isinstance(decision, filters.Part) and not is_absent(leaf):
             pairs.append(halves(decision, leaf, path))
@@ -77,7 +78,7 @@ def partition(
     )
 
 
-def combine(part: Any, *others: Any) -> Any:
+def combine(part: PyTree, *others: PyTree) -> PyTree:
     """Puts the parts of a tree together again.
 
     >>> import flax_sg as sg
@@ -129,7 +130,7 @@ def combine(part: Any, *others: Any) -> Any:
 
 
 def partition_n(
-    tree: Any,
+    tree: PyTree,
     classify: Callable[[Path], Hashable] | Mapping[Any, filters.Where],
 ) -> dict[Any, Any]:
     """Splits a tree into several parts, with each leaf in exactly one part.

@@ -9,6 +9,7 @@ from flax import serialization
 from jax import export
 
 from flax_sg import errors
+from flax_sg.internals.types import Leaf
 from flax_sg.trees.operators import operators
 
 _ADVICE = (
@@ -82,6 +83,6 @@ export.register_pytree_node_serialization(
 )
 
 
-def is_absent(leaf: Any) -> bool:
+def is_absent(leaf: Leaf) -> bool:
     """Whether something is ``ABSENT``; an ``is_leaf`` that keeps it in a tree."""
     return leaf is ABSENT

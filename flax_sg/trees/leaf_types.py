@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Leaf
 from flax_sg.trees.absent import Absent
 from flax_sg.trees.nondifferentiable import NonDifferentiable
 from flax_sg.trees.rows import Rest
 
 
-def is_differentiable(leaf: Any) -> bool:
+def is_differentiable(leaf: Leaf) -> bool:
     """Whether a leaf can be differentiated: real or complex, and not marked.
 
     Arrays, tracers, Python's numbers and ``jax.ShapeDtypeStruct`` can; integers, bools,
@@ -27,7 +28,7 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, (float, complex))
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: Leaf) -> bool:
     """Whether a leaf is a number, or an array of numbers or bools: it has a zero."""
     if is_array(leaf):
         return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
@@ -38,7 +39,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _array_classes: set[type] = set()
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Leaf) -> bool:
     """Whether a leaf is an array or a tracer, or stands for one."""
     # Classes are remembered: ``isinstance`` takes long for a jax.Array.
     if type(leaf) in _array_classes:

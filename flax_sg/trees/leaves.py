@@ -25,6 +25,7 @@ from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters.expressions import decide, of_a_part
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.filters.unused import find_unused
+from flax_sg.internals.types import Decision, Leaf, PyTree
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
@@ -57,7 +58,7 @@ class Leaves:
     values: list[Any]
     treedef: Any
 
-    def __init__(self, tree: Any, outer: tuple[str, ...] = ()) -> None:
+    def __init__(self, tree: PyTree, outer: tuple[str, ...] = ()) -> None:
         self.tree, self._tie = each_once(tree)
         self._tied = tree if self.tree is not tree else None
         self.values, self.treedef = jax.tree.flatten(self.tree, is_leaf=is_whole)
@@ -107,7 +108,7 @@ def _put_together(treedef: Any, tie: Callable[[Any], Any], values: Any) -> Any:
     return tie(jax.tree_util.tree_unflatten(treedef, list(values)))
 
 
-def collections_of(tree: Any) -> Collection[str]:
+def collections_of(tree: PyTree) -> Collection[str]:
     """The collections in a tree, if it is a dict of them as Flax's ``init`` returns it.
 
     Other values, such as a count of steps, may be in the dict, too.
@@ -121,7 +122,7 @@ def collections_of(tree: Any) -> Collection[str]:
     return mapping.keys() if any(isinstance(value, Mapping) for value in values) else ()
 
 
-def leaves_of(tree: Any) -> Leaves:
+def leaves_of(tree: PyTree) -> Leaves:
     """Takes a tree apart."""
     return Leaves(tree)
 
@@ -160,7 +161,7 @@ def arguments_of(
     raise errors.ArgumentTypeError(message)
 
 
-def tree_before(call: str, tree: Any) -> Leaves:
+def tree_before(call: str, tree: PyTree) -> Leaves:
     """Takes a tree apart that comes before a filter; raises if the filter comes first.
 
     Args:
@@ -182,7 +183,7 @@ def tree_before(call: str, tree: Any) -> Leaves:
     return leaves_of(tree)
 
 
-def _names_of(tree: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _names_of(tree: PyTree) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The names of each leaf: of its variable, and within it, as ``names_in`` says."""
     out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
@@ -202,7 +203,7 @@ def _names_of(tree: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     return out
 
 
-def path_of(keys: Keys, leaf: Any = None) -> Path:
+def path_of(keys: Keys, leaf: Leaf = None) -> Path:
     """The path that a filter sees for a key path of JAX.
 
     >>> import jax
@@ -242,7 +243,7 @@ def selected(
     return out
 
 
-def whole(decisions: Sequence[Any], paths: Sequence[Path]) -> list[bool]:
+def whole(decisions: Sequence[Decision], paths: Sequence[Path]) -> list[bool]:
     """The decisions on leaves that get a label; raises if one is a part."""
     for decision, path in zip(decisions, paths, strict=True):
         if isinstance(decision, filters.Part):
@@ -287,14 +288,14 @@ def _type_of(leaf: Any) -> Any:
     return dtype
 
 
-def as_array(leaf: Any) -> Any:
+def as_array(leaf: Leaf) -> Any:
     """A number or a NumPy array as a JAX array; anything else as it is."""
     if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         return jnp.asarray(leaf)
     return leaf
 
 
-def shape_of(leaf: Any) -> Any:
+def shape_of(leaf: Leaf) -> Any:
     """The shape of a leaf; () if it is no array."""
     return getattr(leaf, 'shape', ())
 

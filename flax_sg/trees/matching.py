@@ -14,13 +14,14 @@ import optax
 from flax_sg import errors
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.hints import nearest
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, leaves_of
 from flax_sg.trees.nnx_tied import each_once
 
 
 def gradient_of_each(
     leaves: Leaves,
-    tree: Any,
+    tree: PyTree,
     needed: Sequence[Any],
     spared: Callable[[], Collection[Any]] = tuple,
 ) -> list[Any]:
@@ -69,7 +70,7 @@ def gradient_of_each(
     return values
 
 
-def _by_key_path(leaves: Leaves, tree: Any) -> list[tuple[int, Any]]:
+def _by_key_path(leaves: Leaves, tree: PyTree) -> list[tuple[int, Any]]:
     """The values in a pruned tree, each with the index of its leaf."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_whole(node) or is_nothing(node)
@@ -87,7 +88,7 @@ def is_nothing(node: Any) -> bool:
     return node is None or isinstance(node, (Absent, optax.MaskedNode))
 
 
-def other_shape(whose: str, path: str, leaf: Any, value: Any) -> errors.StructureError:
+def other_shape(whose: str, path: str, leaf: Leaf, value: Any) -> errors.StructureError:
     """The error for a value of a parameter that has another shape."""
     return errors.StructureError(
         f'{whose} at {str(path)!r} has another shape than the parameter.\n'

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from flax_sg import errors
 from flax_sg.filters.paths import Path, shape_and_dtype
+from flax_sg.internals.types import Array, Leaf
 
 # A path as filters of NNX get it: names, and numbers for what is in a list.
 Keys: TypeAlias = tuple[Any, ...]
@@ -114,7 +115,7 @@ class Ways:
         path.also = functools.partial(self._others, leaf, inner, path.array)
         return path
 
-    def _others(self, leaf: int, inner: int, array: Any) -> Iterator[Path]:
+    def _others(self, leaf: int, inner: int, array: Array) -> Iterator[Path]:
         for keys in self.every[leaf][1:]:
             names, outer = tuple(map(str, keys)), len(keys) - inner
             yield self._path_of(names[:outer], names[outer:], array)
@@ -123,7 +124,7 @@ class Ways:
 def path_at(
     names: Names,
     inner: Names = (),
-    leaf: Any = None,
+    leaf: Leaf = None,
     collections: bool = False,
     outer: Names = (),
 ) -> Path:

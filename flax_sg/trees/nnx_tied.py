@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaf_types import is_module, is_variable
 from flax_sg.trees.levels import one_level
 from flax_sg.trees.nnx_walks import Leaf, Walk
@@ -77,10 +78,10 @@ class Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static) or self.cls is not other.cls:
             return False
-        mine, theirs = self.attributes, other.attributes
-        return (self._data, mine.keys()) == (other._data, theirs.keys()) and all(
-            x is theirs[name] or x == theirs[name]
-            for name, x in mine.items()
+        left, right = self.attributes, other.attributes
+        return (self._data, left.keys()) == (other._data, right.keys()) and all(
+            x is right[name] or x == right[name]
+            for name, x in left.items()
             if not name.startswith('_pytree__')  # Flax's own notes of an object.
         )
 
@@ -156,7 +157,7 @@ def _marked(walk: Walk) -> Any:
     return mark(walk.tree, False)
 
 
-def _tied(tree: Any) -> Any:
+def _tied(tree: PyTree) -> Any:
     """The tree that was marked, with other leaves. Modules in it are filled in place.
 
     Modules and Variables are counted in the same order as ``_marked`` does it.
@@ -178,7 +179,7 @@ def _tied(tree: Any) -> Any:
             vars(made).update(vars(made_of))
         return made
 
-    def tie_in(tree: Any, is_in_module: bool) -> Any:
+    def tie_in(tree: PyTree, is_in_module: bool) -> Any:
         """Ties all that JAX finds in a tree, down to the next modules."""
         nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_marked)
         tied = [tie(x, is_in_module) if _is_marked(x) else x for x in nodes]
@@ -187,7 +188,7 @@ def _tied(tree: Any) -> Any:
     return tie_in(tree, False)
 
 
-def _as_it_is(tree: Any) -> Any:
+def _as_it_is(tree: PyTree) -> Any:
     return tree
 
 

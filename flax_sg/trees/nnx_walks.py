@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from flax_sg.filters.paths import Path
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaf_types import is_array, is_module, is_variable, is_whole
 from flax_sg.trees.nnx_paths import Keys, Names, Ways, path_at
 
@@ -63,7 +64,7 @@ class Walk:
 
     def __init__(
         self,
-        tree: Any,
+        tree: PyTree,
         path_of: Callable[..., Path] = path_at,
         ties_outside: bool = True,
     ) -> None:

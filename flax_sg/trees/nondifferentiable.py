@@ -24,6 +24,7 @@ from flax import serialization
 
 from flax_sg import errors
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Leaf
 from flax_sg.trees.operators import operators
 
 _PIECE = np.uint16
@@ -42,7 +43,7 @@ class _Static:
     value: Any = dataclasses.field(compare=False)
 
     @classmethod
-    def of(cls, leaf: Any) -> _Static:
+    def of(cls, leaf: Leaf) -> _Static:
         """A leaf with its key."""
         try:
             hash(leaf)
@@ -85,7 +86,7 @@ class _Encoding:
         return 1 if self.is_float else max(1, sizes[0] // sizes[1])
 
 
-def _encoding_of(leaf: Any) -> _Encoding | _Static:
+def _encoding_of(leaf: Leaf) -> _Encoding | _Static:
     """How a leaf of a value is stored."""
     if isinstance(leaf, (bool, int, float, complex)):
         return _Encoding(jnp.result_type(leaf), weak=not isinstance(leaf, bool))
@@ -100,7 +101,7 @@ def _encoding_of(leaf: Any) -> _Encoding | _Static:
     return _Encoding(jax.dtypes.canonicalize_dtype(leaf.dtype), weak)
 
 
-def _encode(leaf: Any, encoding: _Encoding) -> list[Any]:
+def _encode(leaf: Leaf, encoding: _Encoding) -> list[Any]:
     """The pieces of a leaf, and its witness."""
     # In a trace, operations of jnp are staged out. Those of numpy run here.
     like: Any = jnp if isinstance(leaf, jax.Array) else np
@@ -264,7 +265,7 @@ class NonDifferentiable(operators(value_of)):
         return self.value[tuple(map(value_of, index)) if is_tuple else value_of(index)]
 
 
-def _stopped(leaf: Any) -> Any:
+def _stopped(leaf: Leaf) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
 

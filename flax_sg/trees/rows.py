@@ -18,6 +18,7 @@ import numpy as np
 
 from flax_sg import filters
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Array, Decision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Choice:
             return (slice(start, stop),)
         return indices
 
-    def cut(self, array: Any, axes: int) -> Any:
+    def cut(self, array: Array, axes: int) -> Any:
         """The chosen rows of an array; the array itself if it has no such rows.
 
         Args:
@@ -74,7 +75,7 @@ class Choice:
         return jnp.full(shape, rest, rows.dtype).at[self.index].set(rows)
 
 
-def choice_of(decision: Any, array: Any, path: str) -> Choice | None:
+def choice_of(decision: Decision, array: Array, path: str) -> Choice | None:
     r"""The rows that a filter means, if it means whole rows of an array by an index.
 
     >>> import flax_sg as sg
@@ -108,7 +109,7 @@ class Rest:
         choice: the elements that the other part has.
     """
 
-    array: Any
+    array: Array
     choice: Choice
 
     def tree_flatten(self) -> tuple[tuple[Any], Choice]:
@@ -130,7 +131,7 @@ class Rest:
             return jax.eval_shape(self._joined, self.array, part)
         return self._joined(self.array, part)
 
-    def _joined(self, array: Any, part: Any) -> Any:
+    def _joined(self, array: Array, part: Any) -> Any:
         is_wide = array.dtype != jnp.result_type(array)
         of_numpy = isinstance(part, (np.ndarray, np.generic))
         if isinstance(array, np.ndarray) and (
@@ -149,7 +150,7 @@ class Rest:
         return f'<{count} of {np.size(self.array)} elements>'
 
 
-def halves(decision: filters.Part, array: Any, path: str) -> tuple[Any, Rest]:
+def halves(decision: filters.Part, array: Array, path: str) -> tuple[Any, Rest]:
     """The elements of an array that a filter means, and the rest.
 
     Whole rows stay rows; other elements are an array of one axis.
@@ -195,7 +196,7 @@ def shape_of_part(trained: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (sum(trained.mask), *shape[len(trained.sizes) :])
 
 
-def whole_of(trained: Any, array: Any, shape: tuple[int, ...]) -> Any:
+def whole_of(trained: Any, array: Array, shape: tuple[int, ...]) -> Any:
     """A value of an optimizer for an array, in the shape of the whole array."""
     return trained.put(array, shape, 0) if isinstance(trained, Choice) else array
 

@@ -12,6 +12,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown
 from flax_sg.filters.paths import Path
 from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
     Leaves,
@@ -113,12 +114,12 @@ def _is_state(cls: type) -> bool:
     return is_of_nnx(cls, 'Variable') and not is_of_nnx(cls, 'Param')
 
 
-def states(tree: Any) -> list[bool]:
+def states(tree: PyTree) -> list[bool]:
     """For each leaf whether it is in a Variable of NNX that is no Param."""
     return [cls is not None and _is_state(cls) for cls in variable_types(tree)]
 
 
-def variable_types(tree: Any) -> list[type | None]:
+def variable_types(tree: PyTree) -> list[type | None]:
     """For each leaf the class of the Variable of NNX that it is in, if there is one."""
 
     def is_variable(node: Any) -> bool:
@@ -132,7 +133,7 @@ def variable_types(tree: Any) -> list[type | None]:
     ]
 
 
-def declared(tree: Any) -> list[bool]:
+def declared(tree: PyTree) -> list[bool]:
     """For each leaf whether no class on the way to it declares it as not trained.
 
     Of the Variables of NNX each Param is trained, as ``nnx.grad`` has it.

@@ -10,6 +10,7 @@ import jax
 from flax.core.frozen_dict import FrozenDict
 
 from flax_sg.filters.paths import SUBTREES, names_within, shape_and_dtype
+from flax_sg.internals.types import Leaf
 from flax_sg.trees.leaves import is_whole
 
 T = TypeVar('T')
@@ -35,7 +36,7 @@ class LeafKey(tuple[str, tuple[str, ...]]):
     facts: Facts
 
     @classmethod
-    def of(cls, key: Key, inner: tuple[str, ...], leaf: Any) -> LeafKey:
+    def of(cls, key: Key, inner: tuple[str, ...], leaf: Leaf) -> LeafKey:
         """Returns the key of a leaf, given that of its variable."""
         self = cls((key[0], (*key[1], *inner)) if inner else key)
         self.inner, self.array = len(inner), shape_and_dtype(leaf)

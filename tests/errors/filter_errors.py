@@ -128,6 +128,10 @@ CASES: dict[str, Any] = {
         lambda: nn.read_only(as_filter('w') & bool(jnp.array(True))),
     ),
     'an empty glob': lambda: as_filter(''),
+    'braces in braces': (
+        lambda: as_filter('{encoder/{a,b},decoder}/**'),
+        "['encoder/{a,b}', 'decoder']",
+    ),
     'a class of characters for numbers': (
         lambda: as_filter('head_[0-11]/**'),
         lambda: as_filter('head_{0..11}/**'),

@@ -535,7 +535,7 @@ TWELVE = [f'layer_{n}/w' for n in range(13)]
         ('layer_{0..1}{0..2}/w', TWELVE[10:]),
         ('layer_{00..11}/w', TWELVE[10:12]),
         ('layer_{3,10..11}/w', TWELVE[3:4]),
-        ('layer_{3,{10..11}}/w', [TWELVE[3], *TWELVE[10:12]]),
+        ('layer_{3,10,11}/w', [TWELVE[3], *TWELVE[10:12]]),
         ('{layer_1,layer_12}/**', [TWELVE[1], TWELVE[12]]),
         ('layer_{[0-2],1?}/w', [*TWELVE[:3], *TWELVE[10:]]),
         ('{layer_4/w,layer_5/*,**/x}', TWELVE[4:6]),
@@ -593,7 +593,7 @@ def test_braces_in_braces_are_refused(where: str):
     with pytest.raises(errors.ArgumentValueError, match='braces in braces'):
         as_filter(where)
     # What follows a backslash is text.
-    assert as_filter(where.replace('{', r'\{'))
+    as_filter(where.replace('{', r'\{'))
 
 
 @pytest.mark.parametrize(('where', 'said'), BRACES)

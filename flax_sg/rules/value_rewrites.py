@@ -1,29 +1,33 @@
-"""``stop_gradient``, ``train_only``, ``read_only`` and ``substitute``: what is read."""
+"""What people write to change what is read, ``stop_gradient(where)``, as a rewrite.
+
+Blocks of linen (``forms/blocks.py``) and views of NNX models take their rewrites from
+here. The docstrings are those of the blocks, ``help(nn.stop_gradient)``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from flax.core.scope import CollectionFilter
 
-from flax_sg import filters
+from flax_sg import errors, filters
+from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
-from flax_sg.forms.block_decorator import takes_target
 from flax_sg.internals import modules
-from flax_sg.rules import rewrites, rules
-from flax_sg.trees.leaves import ABSENT, Absent
+from flax_sg.internals.places import Place, warn_once
+from flax_sg.rules import rules, substitutes
+from flax_sg.rules.rules import Rewrite
+from flax_sg.trees.leaves import ABSENT, Absent, collections_of
 
 
-@takes_target
 def stop_gradient(
     where: filters.Where,
     *,
-    methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
     levels: int | None = None,
-) -> rules.Rewrite:
+) -> Rewrite:
     """Stops the gradient of the parameters that ``where`` selects.
 
     ``where`` names what is **stopped**. To name what is trained instead, and stop
@@ -114,19 +118,18 @@ def stop_gradient(
         jitted functions may be called inside and outside of it; a fresh but equal
         filter does not retrace. See google/flax issue #1857, where the idea comes from.
     """
-    return rewrites.stop_gradient(
-        where, collections=collections, unused=unused, levels=levels
-    )
+    if levels not in (None, 1):
+        raise unknown_choice('levels', levels, (None, 1))
+    rule = rules.StopGradient(levels)
+    return Rewrite(filters.as_filter(where), rule, collections, unused)
 
 
-@takes_target
 def train_only(
     where: filters.Where,
     *,
-    methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rules.Rewrite:
+) -> Rewrite:
     """Stops the gradient of all parameters except those that ``where`` selects.
 
     ``where`` names what is **trained**. ``train_only(where)`` is
@@ -156,17 +159,24 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    return rewrites.train_only(where, collections=collections, unused=unused)
+    trained = filters.named(filters.as_filter(where), 'trained', 'nn.train_only({})')
+    stopped, rule = ~trained, rules.StopGradient()
+    is_empty = isinstance(where, (Sequence, Set)) and not where
+    if is_empty and unused != 'ignore':
+        warn_once(
+            f'nn.train_only({where!r}) trains nothing: it names no parameter.\n'
+            'Name what is trained, or write nn.stop_gradient(True) if that is meant.',
+            Place.here(),
+        )
+    return Rewrite(stopped, rule, collections, unused)
 
 
-@takes_target
 def read_only(
     where: filters.Where,
     *,
-    methods: Sequence[str] | None = None,
     collections: CollectionFilter = True,
     unused: str = 'raise',
-) -> rules.Rewrite:
+) -> Rewrite:
     """Raises where a variable that ``where`` selects is written or created.
 
     Reads stay the same. Writes are ``put_variable``, ``variable.value = ``, ``sow`` and
@@ -212,7 +222,16 @@ def read_only(
         The last of the wishes at the end of google/flax issue #1857: parameters that
         are constant within a block.
     """
-    return rewrites.read_only(where, collections=collections, unused=unused)
+    chosen = filters.as_filter(where)
+    if 'condition' in chosen.needs:
+        raise errors.FilterTypeError(
+            f'nn.read_only was given {chosen!r}, whose condition is traced.\n'
+            'A write raises while JAX traces, and the condition is known when the '
+            'program runs.\n'
+            'Leave the condition out, or give its value: bool(step < k), outside of '
+            'jax.jit.'
+        )
+    return Rewrite(chosen, rules.ReadOnly(), collections, unused)
 
 
 # What stands for other values; ``substitute`` explains the members.
@@ -221,15 +240,13 @@ Values: TypeAlias = (
 )
 
 
-@takes_target
 def substitute(
     values: Values,
     *,
     where: filters.Where | Absent = ABSENT,
-    methods: Sequence[str] | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
-) -> rules.Rewrite:
+) -> Rewrite:
     """Lets modules read other values in place of their variables.
 
     In the block the selected variables read as other values, and gradients flow to
@@ -299,6 +316,24 @@ def substitute(
         in the function, or pass the values as its arguments. See google/flax issue
         #1857; dm-haiku has ``custom_getter`` for this.
     """
-    return rewrites.substitute(
-        values, where=where, collections=collections, unused=unused
-    )
+    if isinstance(values, Mapping) and collections == 'params':
+        # With the collections on top, as ``init`` returns variables, or without.
+        collections = [*collections_of(values)] or collections
+    rule = _rule_of(values, collections)
+    if isinstance(where, Absent):
+        is_tree = isinstance(rule, substitutes.FromTree)
+        where = filters.Names(frozenset(rule.entries)) if is_tree else True
+    return Rewrite(filters.as_filter(where), rule, collections, unused)
+
+
+def _rule_of(values: Any, collections: CollectionFilter) -> substitutes.Substitute:
+    if isinstance(values, str) and isinstance(collections, str):
+        return substitutes.FromCollection(values)
+    if isinstance(values, (Mapping, modules.Module)):
+        entries = substitutes.entries_of(values, collections)
+        if not entries and not substitutes.is_initializing(values):
+            raise substitutes.no_values('a tree without a value')
+        return substitutes.FromTree(entries)
+    if callable(values) and not isinstance(values, type):
+        return substitutes.FromFunction(values)
+    raise substitutes.no_values(brief(values))

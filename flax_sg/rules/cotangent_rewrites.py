@@ -1,12 +1,13 @@
-"""What people write, ``scale_gradient(where, factor)``, checked, as a rewrite.
+"""What people write to change gradients, ``scale_gradient(where, factor)``, checked.
 
-Blocks of linen and views of NNX models take their rewrites from here.
+Blocks of linen (``forms/blocks.py``) and views of NNX models take their rewrites from
+here. The docstrings are those of the blocks, ``help(nn.scale_gradient)``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,112 +15,12 @@ import numpy as np
 from flax.core.scope import CollectionFilter
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, shown, unknown_choice, wrong_argument
+from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters import predicates
-from flax_sg.internals import modules, tracing
-from flax_sg.internals.places import Place, warn_once
-from flax_sg.rules import cotangents, rules, substitutes
+from flax_sg.internals import tracing
+from flax_sg.internals.types import Scalar
+from flax_sg.rules import cotangents
 from flax_sg.rules.rules import Rewrite
-from flax_sg.trees.leaves import ABSENT, Absent, collections_of
-
-
-def stop_gradient(
-    where: filters.Where,
-    *,
-    collections: CollectionFilter = 'params',
-    unused: str = 'raise',
-    levels: int | None = None,
-) -> Rewrite:
-    """Readers see the variables without a gradient.
-
-    >>> stop_gradient('encoder/**')
-    stop_gradient(Glob('encoder/**'))
-    """
-    if levels not in (None, 1):
-        raise unknown_choice('levels', levels, (None, 1))
-    rule = rules.StopGradient(levels)
-    return Rewrite(filters.as_filter(where), rule, collections, unused)
-
-
-def train_only(
-    where: filters.Where,
-    *,
-    collections: CollectionFilter = 'params',
-    unused: str = 'raise',
-) -> Rewrite:
-    """Readers see all other variables without a gradient.
-
-    >>> train_only('head/**')
-    stop_gradient(~Glob('head/**'))
-    """
-    trained = filters.named(filters.as_filter(where), 'trained', 'nn.train_only({})')
-    stopped, rule = ~trained, rules.StopGradient()
-    is_empty = isinstance(where, (Sequence, Set)) and not where
-    if is_empty and unused != 'ignore':
-        warn_once(
-            f'nn.train_only({where!r}) trains nothing: it names no parameter.\n'
-            'Name what is trained, or write nn.stop_gradient(True) if that is meant.',
-            Place.here(),
-        )
-    return Rewrite(stopped, rule, collections, unused)
-
-
-def read_only(
-    where: filters.Where,
-    *,
-    collections: CollectionFilter = True,
-    unused: str = 'raise',
-) -> Rewrite:
-    """Readers see the stored values, and writing raises.
-
-    >>> read_only('encoder/**')
-    read_only(Glob('encoder/**'), collections=True)
-    """
-    chosen = filters.as_filter(where)
-    if 'condition' in chosen.needs:
-        raise errors.FilterTypeError(
-            f'nn.read_only was given {chosen!r}, whose condition is traced.\n'
-            'A write raises while JAX traces, and the condition is known when the '
-            'program runs.\n'
-            'Leave the condition out, or give its value: bool(step < k), outside of '
-            'jax.jit.'
-        )
-    return Rewrite(chosen, rules.ReadOnly(), collections, unused)
-
-
-def substitute(
-    values: Any,
-    *,
-    where: filters.Where | Absent = ABSENT,
-    collections: CollectionFilter = 'params',
-    unused: str = 'raise',
-) -> Rewrite:
-    """Readers see other values.
-
-    >>> substitute(lambda path, value: 2 * value, where='bias').where
-    Glob('bias')
-    """
-    if isinstance(values, Mapping) and collections == 'params':
-        # With the collections on top, as ``init`` returns variables, or without.
-        collections = [*collections_of(values)] or collections
-    rule = _rule_of(values, collections)
-    if isinstance(where, Absent):
-        is_tree = isinstance(rule, substitutes.FromTree)
-        where = filters.Names(frozenset(rule.entries)) if is_tree else True
-    return Rewrite(filters.as_filter(where), rule, collections, unused)
-
-
-def _rule_of(values: Any, collections: CollectionFilter) -> substitutes.Substitute:
-    if isinstance(values, str) and isinstance(collections, str):
-        return substitutes.FromCollection(values)
-    if isinstance(values, (Mapping, modules.Module)):
-        entries = substitutes.entries_of(values, collections)
-        if not entries and not substitutes.is_initializing(values):
-            raise substitutes.no_values('a tree without a value')
-        return substitutes.FromTree(entries)
-    if callable(values) and not isinstance(values, type):
-        return substitutes.FromFunction(values)
-    raise substitutes.no_values(brief(values))
 
 
 def map_cotangent(
@@ -153,7 +54,8 @@ def map_cotangent(
     Use the result as that of ``nn.stop_gradient``: in a ``with`` statement, on a Module
     class, a method, a function or a module (each call of the wrapper is a block of its
     own), with ``flax_sg.core.lift`` on scopes and ``flax_sg.rewrite`` on trees. A class
-    or a module may come first: ``nn.scale_gradient(nn.Dense, 'kernel', 0.5)``.
+    or a module may come first: ``nn.scale_gradient(nn.Dense, 'kernel', 0.5)``, a class
+    with ``methods=``, as for ``nn.stop_gradient``.
 
     Args:
         where: the parameters whose cotangents are mapped, by any kind of filter, see
@@ -206,7 +108,7 @@ def map_cotangent(
 
 def scale_gradient(
     where: filters.Where,
-    factor: Any,
+    factor: Scalar,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
@@ -246,7 +148,7 @@ def scale_gradient(
 
 def reverse_gradient(
     where: filters.Where,
-    factor: Any = 1.0,
+    factor: Scalar = 1.0,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
