@@ -51,7 +51,7 @@ class Split(NamedTuple):
         return [
             row
             for tree, decisions in rows
-            for row in itertools.compress(tree, decisions)
+            for row in itertools.compress(tree, map(filters.is_meant, decisions))
         ]
 
     def join(self, live: Iterable[Any]) -> list[Any]:
@@ -59,7 +59,9 @@ class Split(NamedTuple):
         new = iter(live)
         return [
             tree.restore(
-                filters.merged(decision, next(new), leaf, path) if decision else leaf
+                leaf
+                if decision is False
+                else filters.merged(decision, next(new), leaf, path)
                 for decision, (path, leaf) in zip(decisions, tree, strict=True)
             )
             for tree, decisions in zip(self.trees, self.decisions, strict=True)
@@ -91,7 +93,7 @@ class Split(NamedTuple):
 
 def _other(absent: str, decision: Decision, leaf: Leaf) -> Callable[[], Any] | None:
     """Makes what stands for a leaf; None if it is differentiated."""
-    if decision:
+    if filters.is_meant(decision):
         return None
     if absent == 'zeros' and (is_number(leaf) or isinstance(leaf, NonDifferentiable)):
         types = jax.tree.map(jax.typeof, leaf)

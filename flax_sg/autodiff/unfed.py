@@ -52,7 +52,7 @@ def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -
     named = set[int]()
     parts = dict.fromkeys((where, *where.parts, *where.atoms))
     for part in parts if len(fed) < len(live) else ():
-        meant = [n for n, path in enumerate(live) if part(path)]
+        meant = [n for n, path in enumerate(live) if filters.is_meant(part(path))]
         if not (named.issuperset(meant) or fed.intersection(meant)):
             named.update(meant)
             path = str(live[meant[0]])

@@ -137,7 +137,9 @@ def _unused(
     where, asker = block.rewrite.where, block.asker
     owner = None if block.tree is None else block.owner_path
     # The names in ``a & b`` may all be there, and no variable match both.
-    any_selected = isinstance(where, filters.And) and any(map(asker.ask, paths))
+    any_selected = isinstance(where, filters.And) and any(
+        filters.is_meant(asker.ask(path)) for path in paths
+    )
     error = find_unused(where, matched, paths, owner, any_selected)
     if block.collections:
         error = _unknown_collection(block) or error

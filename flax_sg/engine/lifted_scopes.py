@@ -103,7 +103,7 @@ class LiftedScope:
                 answers = [
                     selection.selects(block, root, k, False, noted) for k in keys
                 ]
-                if any(answers):
+                if any(answer is not False for answer in answers):
                     return block
         return None
 

@@ -99,7 +99,7 @@ def _note(block: Block, root: Root, decided: Sequence[Facts], read: bool) -> Non
     """Notes that the running trace, which JAX may keep, depends on some decisions."""
     rule = block.rewrite.rule
     is_older = not _is_made_inside(block, root)
-    selects_one = any(bool(block.decisions[facts][1]) for facts in decided)
+    selects_one = any(block.decisions[facts][1] is not False for facts in decided)
     questions: list[Question] = []
     if is_older and block.tree is not None:
         questions.append(weakref.ref(root.tree))

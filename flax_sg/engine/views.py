@@ -153,7 +153,7 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
             continue
         asked_about = root.handed.leaf_keys(block, key, value) if is_handed else keys
         decided = [decide(block, root, leaf_key) for leaf_key in asked_about]
-        if not is_handed and any([decision for _, decision in decided]):
+        if not is_handed and any([answer is not False for _, answer in decided]):
             asked = [*zip(keys, decided, strict=True)]
             value = _rewritten(root, block, key, asked, value)
     return value
@@ -203,7 +203,7 @@ def _view_leaf(
     key, decided = asked
     pair = seen.views.get((key, id(leaf)))
     if pair is None:
-        if _is_handed(root, block, variable, leaf) or not decided[1]:
+        if _is_handed(root, block, variable, leaf) or decided[1] is False:
             return leaf
         is_new = _applies(block, root)
         new = _new_leaf(block, root, key, decided, leaf) if is_new else leaf
@@ -241,7 +241,7 @@ def _instead(
     olds, treedef = jax.tree.flatten(value)
     leaves = zip(asked, jax.tree.leaves(new), olds, strict=True)
     return treedef.unflatten(
-        filters.merged(decision, other, old, path) if decision else old
+        filters.merged(decision, other, old, path)
         for (_, (path, decision)), other, old in leaves
     )
 
@@ -320,10 +320,10 @@ def _rewritten_together(block: Block, root: Root) -> _Joint:
             continue
         keys = leaf_keys(key, value)
         decisions = [selects(block, root, leaf_key) for leaf_key in keys]
-        if any(decisions):
+        if any(map(filters.is_meant, decisions)):
             shown = jax.tree.leaves(view(root, block.outer, key, value))
             for leaf_key, decision, leaf in zip(keys, decisions, shown, strict=True):
-                if decision and is_differentiable(leaf):
+                if decision is not False and is_differentiable(leaf):
                     chosen.setdefault(leaf_key, []).append(leaf)
     rows = [(decide(block, root, key), chosen[key]) for key in chosen]
     with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):

@@ -49,7 +49,7 @@ def check(
             changed = [
                 leaf_key
                 for leaf_key in _changed(variable, old, new)
-                if selection.selects(block, root, leaf_key, read=False, noted=True)
+                if selection.selects(block, root, leaf_key, False, True) is not False
             ]
             if changed:
                 path = selection.path_of(block, changed[0]).variable

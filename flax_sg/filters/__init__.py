@@ -25,6 +25,7 @@ from flax_sg.filters.expressions import Constant as Constant
 from flax_sg.filters.expressions import Filter, Or
 from flax_sg.filters.expressions import Not as Not
 from flax_sg.filters.expressions import Trained as Trained
+from flax_sg.filters.expressions import is_meant as is_meant
 from flax_sg.filters.expressions import named as named
 from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index

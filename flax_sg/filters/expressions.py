@@ -393,10 +393,15 @@ def negated(decision: Decision) -> Decision:
     return not decision if isinstance(decision, bool) else ~decision
 
 
+def is_meant(decision: Decision) -> bool:
+    """Whether a filter means a variable, or a part of it."""
+    return decision is not False
+
+
 def takes(atom: Atom, path: Path) -> Decision:
     """Whether an atom means a variable, or the leaf of one, or a ``Part`` of it."""
     answer = atom.matches(path)
-    if answer or not path.is_inner or atom.names_leaves:
+    if answer is not False or not path.is_inner or atom.names_leaves:
         return answer
     return atom.matches(path.variable)
 
@@ -442,7 +447,7 @@ def decide(
         ask = functools.partial(_by_any_path, ask)
     if isinstance(where, Atom):  # The common case.
         decision = ask(where, path)
-        if decision and matched is not None:
+        if decision is not False and matched is not None:
             matched.add(where)
     else:
         answers: dict[Filter, Any] = {}
@@ -454,7 +459,7 @@ def decide(
 
         decision = where.answer(path, ask_once)
         if matched is not None:
-            matched.update(atom for atom, answer in answers.items() if answer)
+            matched.update(atom for atom, x in answers.items() if is_meant(x))
     return decision if isinstance(decision, bool) else decision.settled(path)
 
 
@@ -480,7 +485,8 @@ def _by_any_path(ask: Ask, atom: Atom, path: Path) -> Decision:
     A tree of bools, or a filter of ``sg.live``, raises for a path that it does not
     know. It need not know all paths of a tied weight, so one of them is enough.
     """
-    answer = error = None
+    answer: Decision = None
+    error = None
     for each in all_paths(path):
         try:
             answer = ask(atom, each)
@@ -488,7 +494,7 @@ def _by_any_path(ask: Ask, atom: Atom, path: Path) -> Decision:
             if not atom.names_leaves:
                 raise
             error = error or raised
-        if answer:
+        if answer is not None and is_meant(answer):
             return answer
     if error and answer is None:
         raise error

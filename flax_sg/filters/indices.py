@@ -119,6 +119,14 @@ class Part:
 
     elements: Filter
 
+    def __bool__(self) -> bool:
+        raise errors.PartError(
+            f'A filter means a part of an array, {self.elements!r}: that is neither '
+            'true nor false.\n'
+            'Ask `where(path) is not False` for whether it means anything of the '
+            'array, `is True` for the whole.'
+        )
+
     @property
     def is_unclear(self) -> bool:
         """Whether the elements are not known."""
@@ -266,7 +274,7 @@ def merged(
         shape: the shape of the array, if these have axes in front of its own.
     """
     if meant is others or not isinstance(decision, Part):
-        return meant
+        return others if decision is False else meant
     like = jnp.shape(others)
     with contextlib.ExitStack() as stack:
         # Masks of an expression may be tracers of several traces, one in the other. The

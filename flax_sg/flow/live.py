@@ -118,7 +118,7 @@ def _parts(
         decisions[path.place] = decisions.get(path.place, False) | report.trained(n)
     rows = zip(report.parameters, zip(*report.conditions, strict=True), strict=True)
     conditional = {path.place for path, lines in rows if any(lines)}
-    for decision in dict.fromkeys(filter(None, decisions.values())):
+    for decision in dict.fromkeys(filter(filters.is_meant, decisions.values())):
         places = {place for place, other in decisions.items() if other == decision}
         variables = filters.Derived(
             frozenset(places), asked, conditional=frozenset(places & conditional)
@@ -135,7 +135,8 @@ def _doubts(trace: Traced, report: GradientFlow) -> Iterator[str]:
     untrained = [
         report.names[n]
         for n in every
-        if trace.parameters[n].wanted and is_differentiable(report.shapes[n])
+        if filters.is_meant(trace.parameters[n].wanted)
+        if is_differentiable(report.shapes[n])
         if report.trained(n) is not True
     ]
     if trace.numbers and untrained:

@@ -213,7 +213,8 @@ class GradientFlow(Shown):
     @property
     def live(self) -> tuple[bool, ...]:
         """For each parameter whether it flows to some output, or a part of it."""
-        return tuple(bool(self.trained(n)) for n in range(len(self.parameters)))
+        every = range(len(self.parameters))
+        return tuple(filters.is_meant(self.trained(n)) for n in every)
 
     def trained(
         self, number: int, outputs: Iterable[int] | None = None
@@ -229,7 +230,7 @@ class GradientFlow(Shown):
             status = self.status[output][number]
             if status == PARTLY:
                 part = self.parts[output][number]
-                trained = part | trained if part else True
+                trained = True if part is None else part | trained
             elif status == FLOWS:
                 return True
         return trained
@@ -341,7 +342,7 @@ class GradientFlow(Shown):
             lines.append(f'It holds for {", ".join(self.numbers)} alone.')
         idle: dict[bool, list[str]] = {}
         for n in every:
-            if not self.trained(n):
+            if self.trained(n) is False:
                 is_used = any(row[n] != UNUSED for row in self.status)
                 idle.setdefault(is_used, []).append(self._labels[n])
         for is_used, names in idle.items():

@@ -248,14 +248,14 @@ def _is_left_out(decision: bool | filters.Part, is_state: bool) -> bool:
     Batch statistics of an NNX model stand beside its parameters. They would be rows of
     the report that nobody asked for, unless ``wrt`` names them.
     """
-    return is_state and not decision
+    return is_state and decision is False
 
 
 def _stopped(array: Any, decision: bool | filters.Part, path: Path) -> Any:
     """A parameter that ``wrt`` does not mean, or of which it means a part alone."""
     with jax.named_scope(f'{BLOCK}wrt=, which leaves it out'):
         fixed = jax.tree.map(lax.stop_gradient, array)
-        return filters.merged(decision, array, fixed, path) if decision else fixed
+        return filters.merged(decision, array, fixed, path)
 
 
 def holds_arrays(leaf: Any) -> bool:

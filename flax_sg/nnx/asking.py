@@ -34,6 +34,11 @@ class Asked(NamedTuple):
     decisions: list[Decision]
 
     @property
+    def is_meant(self) -> bool:
+        """Whether the filter means any of it."""
+        return any(map(filters.is_meant, self.decisions))
+
+    @property
     def rows(self) -> list[tuple[Path, Any, Any]]:
         """For each array the path, the decision, and the array."""
         return [*zip(self.paths, self.decisions, self.leaf.arrays, strict=False)]
@@ -83,7 +88,7 @@ def ask(call: str, walk: Walk, where: Any, kind: Kind, unused: str) -> list[Aske
         except errors.UnusedFilterError as error:
             with contextlib.suppress(errors.FlaxSGError):
                 asked = _asked(walk, every, where, unused)
-                found = _kinds_in([x.leaf for x in asked if any(x.decisions)], own)
+                found = _kinds_in([x.leaf for x in asked if x.is_meant], own)
                 advice = f'It matches values of another kind: write kind={found}.'
                 if not found:  # Such as a tree of bools that is False for these.
                     advice = (
@@ -109,7 +114,7 @@ def _matched(where: filters.Filter, path: Path) -> Path:
     for atom in where.atoms:
         for candidate in all_paths(path):
             with contextlib.suppress(errors.FlaxSGError):
-                if atom.matches(candidate):
+                if filters.is_meant(atom.matches(candidate)):
                     return candidate
     return path
 

@@ -107,7 +107,7 @@ def where(
         # An array in no Variable may be a table, which no optimizer should move.
         kind = IN_VARIABLES
     asked = ask('nnx.where', walk, where, kind, unused)
-    found = [each for each in asked if any(each.decisions)]
+    found = [each for each in asked if each.is_meant]
     for _, paths, decisions in found:
         if not all(decision is True for decision in decisions):
             raise of_a_part_in_nnx(paths[0], decisions[0])

@@ -54,7 +54,7 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Any:
             'For Variables of another type write kind=nnx.BatchStat.'
         )
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
-    chosen = [each for each in asked if any(each.decisions)]
+    chosen = [each for each in asked if each.is_meant]
     for leaf, (path, *_), _ in chosen:
         is_variable = isinstance(leaf.value, nnx.Variable)
         if is_variable and any(map(leaf.value.get_metadata().get, _MUTABLE)):
@@ -68,7 +68,7 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Any:
             *(_replacements(rewrite.rule, leaf) for leaf, *_ in chosen)
         )
         new = [
-            filters.merged(decision, value, old, path) if decision else old
+            filters.merged(decision, value, old, path)
             for value, (path, decision, old) in zip(values, rows, strict=True)
         ]
     else:

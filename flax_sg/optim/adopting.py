@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_sg import errors
+from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.types import PyTree, Transformation
@@ -111,7 +111,9 @@ def adopt(
             if names in old_values and 'hyperparams' not in owner.pattern
         ]
         is_own = (
-            owner.owns(initial) and owner.trained and not is_of_one_selection(initial)
+            owner.owns(initial)
+            and filters.is_meant(owner.trained)
+            and not is_of_one_selection(initial)
         )
         if is_own:
             outcomes[names] = _of_one(initial, candidates, owner)

@@ -84,7 +84,7 @@ class Freeze:
         is_marked = marks()
         unused = 'ignore' if is_marked else self.unused
         leaves, trained = self._parameters(params, unused)
-        if leaves.values and not any(trained) and not is_marked:
+        if leaves.values and not any(map(filters.is_meant, trained)) and not is_marked:
             self._warn_of_nothing()
         with inside(trained):
             state = self.tx.init(pruned(leaves, trained))
@@ -117,7 +117,7 @@ class Freeze:
             path
             for path, part in zip(leaves.paths, trained, strict=True)
             if path.place in held
-            and part
+            and filters.is_meant(part)
             and not (isinstance(part, filters.Part) and part.is_conditional)
         ]
         if moved:
@@ -153,7 +153,7 @@ class Freeze:
             try:
                 updates, after = self._step(leaves, trained, grads, state, own, extra)
             except (ValueError, TypeError, KeyError) as error:
-                is_of_all = not all(trained) and _is_of_all(self.tx, state, leaves)
+                is_of_all = False in trained and _is_of_all(self.tx, state, leaves)
                 if not is_of_all and _may_be_of(self.tx, state, shown):
                     raise
                 raise _foreign(leaves, trained, is_of_all) from error
@@ -282,9 +282,9 @@ def pruned(
     return leaves.treedef.unflatten(
         part.cut(leaf, np.ndim(leaves.values[n]))
         if isinstance(part, Choice)
-        else leaf
-        if part
         else ABSENT
+        if part is False
+        else leaf
         for n, (part, leaf) in enumerate(zip(trained, values, strict=True))
     )
 
@@ -313,7 +313,7 @@ def _seen(parameter: _Parameter, gradient: Any) -> Any:
     Gradients for each example have axes in front.
     """
     part, path, leaf = parameter
-    if part and gradient is ABSENT:  # A freeze in ``tx`` drops it.
+    if part is not False and gradient is ABSENT:  # A freeze in ``tx`` drops it.
         gradient = jnp.zeros_like(leaf)
     if not isinstance(part, (filters.Part, Choice)):
         return gradient if part else ABSENT
@@ -328,7 +328,7 @@ def _seen(parameter: _Parameter, gradient: Any) -> Any:
 def _update(parameter: _Parameter, update: Any) -> Any:
     """The update of a parameter: one that adds nothing to what is frozen."""
     part, path, leaf = parameter
-    if not part:
+    if part is False:
         return _no_update(leaf)
     if isinstance(part, Choice):
         return part.put(update, np.shape(leaf), -0.0)
@@ -364,7 +364,7 @@ def _frozen_in(tx: Transformation, params: PyTree) -> set[Any]:
         path.place
         for selection in selections(tx, params).values()
         for path, part in zip(selection.paths, selection.trained, strict=True)
-        if not part
+        if part is False
     }
 
 
@@ -423,7 +423,8 @@ def _shapes_of(state: PyTree) -> dict[Any, tuple[int, ...]]:
 def _foreign(
     leaves: Leaves, trained: Sequence[Decision], is_of_all: bool = False
 ) -> errors.StructureError:
-    paths = [path for path, part in zip(leaves.paths, trained, strict=True) if part]
+    pairs = zip(leaves.paths, trained, strict=True)
+    paths = [path for path, part in pairs if filters.is_meant(part)]
     shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'
     problem = f'the state does not belong to what sg.freeze trains: {shown}.\n'
     if any(isinstance(part, filters.Part) and part.is_conditional for part in trained):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from flax_sg import filters
 from flax_sg.internals.types import PyTree, Transformation
 from flax_sg.optim.selections import (
     Names,
@@ -74,7 +75,7 @@ class Owner(NamedTuple):
     def some_trained(self) -> Names:
         """The names of a trained parameter of the selection; () if there is none."""
         pairs = zip(self.selection.names, self.selection.trained, strict=True)
-        return next((names for names, trained in pairs if trained), ())
+        return next((names for names, part in pairs if filters.is_meant(part)), ())
 
     def owns(self, value: Any) -> bool:
         """Whether a value belongs to a parameter.
@@ -88,7 +89,8 @@ class Owner(NamedTuple):
         if len(shape_of(value)) != 1:
             return False
         rows = zip(self.selection.trained, self.selection.shapes, strict=True)
-        size = sum(math.prod(shape_of_part(*row)) for row in rows if row[0])
+        shapes = (shape_of_part(*row) for row in rows if filters.is_meant(row[0]))
+        size = sum(map(math.prod, shapes))
         return shape_of(value) == (size,) != (1,) and is_differentiable(value)
 
 
@@ -202,7 +204,7 @@ def _owner_of(
     def likely(reading: _Reading) -> Any:
         # The last end counts: 'b/a' is not 'a'.
         vote = votes[names[: reading.first]]
-        is_trained = bool(selection.trained[reading.parameter])
+        is_trained = filters.is_meant(selection.trained[reading.parameter])
         return reading.last, vote, is_trained, -reading.first, reading.parameter
 
     readings = [reading for reading in readings if votes[names[: reading.first]]]

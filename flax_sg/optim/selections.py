@@ -65,7 +65,7 @@ class Selection:
             rows, shape = cut.get(names, (None, ()))
             if rows and shapes[n] == shape_of_part(rows, shape):
                 shapes[n] = shape
-                trained[n] = trained[n] and rows
+                trained[n] = False if trained[n] is False else rows
         return dataclasses.replace(self, shapes=shapes, trained=trained)
 
 

@@ -92,7 +92,7 @@ def rewritten(
     # The leaves in a box share the path of their variable, and its norm.
     together: dict[tuple[str, Path], list[int]] = {}
     for i, (path, decision, leaf) in enumerate(rows):
-        if not decision or is_absent(leaf):
+        if decision is False or is_absent(leaf):
             continue
         if rule.acts_on != 'cotangents' or cotangents.has_to_act(rewrite, path, leaf):
             together.setdefault((path.collection, path), []).append(i)
@@ -226,9 +226,9 @@ def _substituted(
     out: list[Any] = []
     pairs = zip(leaves, decisions, strict=True)
     for keys, ((path, leaf), decision) in zip(leaves.key_paths, pairs, strict=True):
-        if decision and keys not in present:
+        if decision is not False and keys not in present:
             raise no_value(path, 'the tree')
-        if decision:
+        if decision is not False:
             new = fitting(path, leaf, present[keys][1])
             leaf = filters.merged(decision, new, leaf, path)
         out.append(leaf)

@@ -22,6 +22,7 @@ from jax.extend import core
 from numpy.typing import NDArray
 
 from flax_sg import errors, filters
+from flax_sg.filters.expressions import of_a_part
 from flax_sg.internals import lifting
 from flax_sg.internals.types import Leaf
 from flax_sg.scans import residuals
@@ -170,6 +171,10 @@ def _masks(
     for where, layers in by_path.items():
         mask = chosen(layers, length)
         [decisions] = selected([paths], filters.as_filter(where))
+        for path, decision in zip(paths, decisions, strict=True):
+            if isinstance(decision, filters.Part):
+                write = "The slice tells the layers: {'base/**': slice(0, 6)}."
+                raise of_a_part(path, 'a scan has whole variables', decision, write)
         masks[list(itertools.compress(indices, decisions))] |= mask
     return masks
 

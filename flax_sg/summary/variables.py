@@ -64,7 +64,7 @@ class Paths(tuple[Variable, ...]):
             cells.append([_word(x.selected), path, x.module, x.shape, group])
         if all(x.selected is None for x in self):
             return text.table(head[1:], [row[1:] for row in cells])
-        count = sum(bool(x.selected) for x in self)
+        count = sum(filters.is_meant(x.selected) for x in self)
         lines = [f'The filter selects {count} of {len(self)} variables.']
         others = dict.fromkeys(x.kind for x in self if not x.is_parameter)
         if others:
@@ -144,7 +144,7 @@ def paths(
             path,
             _class_of(path, classes),
             shown(leaf),
-            False if answer and of_state else answer,
+            False if of_state and answer is not None else answer,
             type_,
             not of_state,
         )

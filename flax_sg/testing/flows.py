@@ -161,7 +161,7 @@ def _check(
     [decisions] = leaves.selected([report.parameters], filter_)
     # Leaves without a gradient may be anything.
     judged = [n for n, x in enumerate(report.shapes) if leaves.is_differentiable(x)]
-    meant = [n for n, decision in enumerate(decisions) if decision]
+    meant = [n for n, decision in enumerate(decisions) if filters.is_meant(decision)]
     if trained and meant and not {*meant} & {*judged}:
         shapes = {report.parameters[n]: report.shapes[n] for n in meant}
         raise not_differentiable(filter_, shapes)

@@ -235,7 +235,7 @@ def assert_moves_only(
             if rest.any():
                 verbs = 'changes, and was not named', 'change, and were not named'
                 found['moves'].append((n, _rows(rest, *verbs)))
-        if bool(decision) != changes:
+        if filters.is_meant(decision) != changes:
             found['moves' if changes else 'does not move'].append((n, why))
     lines: list[str] = []
     for verb, some in found.items():

@@ -72,7 +72,7 @@ def partition(
         if isinstance(decision, filters.Part) and not is_absent(leaf):
             pairs.append(halves(decision, leaf, path))
         else:
-            pairs.append((leaf, ABSENT) if decision else (ABSENT, leaf))
+            pairs.append((ABSENT, leaf) if decision is False else (leaf, ABSENT))
     return leaves.restore(part for part, _ in pairs), leaves.restore(
         rest for _, rest in pairs
     )

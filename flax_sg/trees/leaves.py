@@ -237,7 +237,8 @@ def selected(
     out = [[decide(where, path, matched) for path in tree] for tree in trees]
     if unused != 'ignore':
         paths = [path for tree in trees for path in tree]
-        error = find_unused(where, matched, paths, None, any(map(any, out)))
+        any_selected = any(filters.is_meant(x) for row in out for x in row)
+        error = find_unused(where, matched, paths, None, any_selected)
         if error is not None:
             raise error
     return out

@@ -52,7 +52,9 @@ def gradient_of_each(
     for index, value in found:
         values[index] = ABSENT if is_nothing(value) else value
     for path, need, value in zip(leaves.paths, needed, values, strict=True):
-        if need and value is ABSENT:
+        if need is False:
+            continue
+        if value is ABSENT:
             if path.place in spared():
                 continue
             raise errors.StructureError(
@@ -62,7 +64,7 @@ def gradient_of_each(
                 'Write sg.grad(loss, wrt=~sg.where(where)) beside '
                 'sg.freeze(tx, where).'
             )
-        if need and not (is_array(value) or jax.tree_util.all_leaves([value])):
+        if not (is_array(value) or jax.tree_util.all_leaves([value])):
             raise errors.StructureError(
                 f'the gradient has {brief(value)} at {str(path)!r}, where an array is '
                 'expected.'

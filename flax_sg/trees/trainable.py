@@ -193,7 +193,7 @@ def chosen(
         _check_differentiable([row for tree in trees for row in tree], where)
     return [
         [
-            is_differentiable(leaf) and (decision or overwritten(path))
+            is_differentiable(leaf) and (overwritten(path) or decision)
             for decision, (path, leaf) in zip(decisions, tree, strict=True)
         ]
         for tree, decisions in zip(trees, meant, strict=True)
@@ -212,9 +212,10 @@ def _check_differentiable(
     may_have = [is_absent(leaf) or is_differentiable(leaf) for _, leaf in leaves]
     fixed = [row for row, may in zip(leaves, may_have, strict=True) if not may]
     for part in where.parts if isinstance(where, filters.Or) else (where,):
-        meant = {path: leaf for path, leaf in fixed if part(path)}
+        meant = {path: leaf for path, leaf in fixed if filters.is_meant(part(path))}
         others = (path for path, _ in itertools.compress(leaves, may_have))
-        if meant and not (isinstance(part, filters.Constant) or any(map(part, others))):
+        may_be_any = isinstance(part, filters.Constant)
+        if meant and not (may_be_any or any(filters.is_meant(part(x)) for x in others)):
             raise not_differentiable(part, meant)
 
 

@@ -118,6 +118,10 @@ CASES: dict[str, Any] = {
         lambda: of_type(fnn.Dense, OF[0], {'params': PARAMS}, OF[1]),
         lambda: of_type(fnn.Dense, *OF),
     ),
+    'a part that is asked for its truth': (
+        lambda: bool(sg.at('w', 0)(sg.Path('w'))),
+        lambda: sg.at('w', 0)(sg.Path('w')) is not False,
+    ),
     'a Variable in place of a filter': lambda: as_filter(nnx.Param(jnp.ones(2))),
     'a name in braces': (
         lambda: split('{head,bdy}/w'),

@@ -201,6 +201,10 @@ CASES: dict[str, Any] = {
         lambda: stacked(2),
         lambda: [stacked(slice(2)), stacked([2])],
     ),
+    'frozen layers of a part': (
+        lambda: stacked({sg.at('w', 0): slice(2)}),
+        lambda: stacked({'w': slice(2)}),
+    ),
     'a frozen stack that is written': (
         lambda: stacked(slice(0, 2), True, ['params']),
         lambda: [stacked(slice(0, 2)), run_at(sg.at('w', np.s_[:2]))],
