@@ -229,8 +229,8 @@ class Number:
             if self.question is not None:
                 return False
             # A walk through a weak set takes long, and most numbers are free.
-            others = self._holders if len(self._holders) else ()
-            if any(other.sure != asker.sure for other in others):
+            holders = self._holders if len(self._holders) else ()
+            if any(other.sure != asker.sure for other in holders):
                 return False
             self._holders.add(asker)
         return True

@@ -236,13 +236,13 @@ class _SetupValues:
             return value
         if variable := self._variable_of(value, made_in, classes):
             return views.view(self.root, self.blocks, *variable)
-        made = self._made_again(name, made_in)
-        if not made:  # No block changes what setup reads.
+        made_again = self._made_again(name, made_in)
+        if not made_again:  # No block changes what setup reads.
             return value
-        if name not in made:
+        if name not in made_again:
             raise _cannot_see(self.module, name, 'setup did not make it again')
         try:
-            return _joined(value, made[name], classes)
+            return _joined(value, made_again[name], classes)
         except ValueError as error:
             raise _cannot_see(self.module, name, str(error)) from None
 

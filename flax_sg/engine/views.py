@@ -278,11 +278,11 @@ def _applied(block: Block, decided: Decided, leaf: Leaf) -> Any:
     if isinstance(leaf, tracing.Tracer):
         # A report of gradient flow names the block by the scope of its equation.
         named = jax.named_scope(f'{BLOCK}{block.rewrite!r} at {block.place}')
-    given = leaf
+    selected = leaf
     if block.rewrite.rule.acts_on == 'cotangents':
-        given = filters.within(decision, leaf, path)
+        selected = filters.within(decision, leaf, path)
     with named:
-        new = block.rewrite.rule(path, given)
+        new = block.rewrite.rule(path, selected)
     return filters.merged(decision, new, leaf, path)
 
 

@@ -151,17 +151,17 @@ def as_filter(where: Where) -> Filter:
     )
 
 
-def _instead(given: Any) -> str:
+def _instead(what: Any) -> str:
     """What to write, if what should be a filter is what should be frozen."""
-    if is_nnx_model(given):
+    if is_nnx_model(what):
         write = 'a model of NNX write nnx.stop_gradient(model, where)'
-    elif isinstance(given, nn.Module):
+    elif isinstance(what, nn.Module):
         write = 'a module write nn.Frozen(module, where)'
-    elif isinstance(given, type) and issubclass(given, nn.Module):
+    elif isinstance(what, type) and issubclass(what, nn.Module):
         write = 'a Module class write nn.stop_gradient(nn.Dense, where)'
-    elif isinstance(given, type):
+    elif isinstance(what, type):
         write = 'a type of Variables write kind=nnx.Param in a view of NNX'
-    elif isinstance(given, (jax.Array, np.ndarray)):
+    elif isinstance(what, (jax.Array, np.ndarray)):
         write = 'an array write jax.lax.stop_gradient(x)'
     else:
         return ''

@@ -125,17 +125,17 @@ class Filter(ToldByHash, abc.ABC):
             return None
         under = f' under {"/".join(owner)!r}' if owner else ''
         advice = self._advice(paths) if paths else 'There are no variables.'
-        some = f'{len(paths)} variable{"s" * (len(paths) != 1)}{under}'
+        variables = f'{len(paths)} variable{"s" * (len(paths) != 1)}{under}'
         return errors.UnusedFilterError(
-            f'{self!r} matches none of the {some}.',
+            f'{self!r} matches none of the {variables}.',
             advice,
             "If nothing has to match, pass unused='ignore'.",
         )
 
     def _advice(self, paths: Sequence[Path]) -> str:
         """The part of an error that helps to find what was meant."""
-        some = itertools.islice(dict.fromkeys(paths), 3)
-        return f'Paths look like this: {", ".join(map(repr, some))}.'
+        examples = itertools.islice(dict.fromkeys(paths), 3)
+        return f'Paths look like this: {", ".join(map(repr, examples))}.'
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -344,9 +344,9 @@ class Or(_Several):
         if path.also is not None:  # A tied weight has several paths.
             return self.filters
         # Otherwise each of thousands of paths in a list is compared with this one.
-        exact, others = self._by_path
+        exact, patterns = self._by_path
         names = (path, path.variable) if path.is_inner else (path,)
-        return [*(exact[name] for name in names if name in exact), *others]
+        return [*(exact[name] for name in names if name in exact), *patterns]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -379,12 +379,12 @@ def named(where: Filter, side: str, call: str) -> Filter:
     """
     if where.side in (None, side):
         return where
-    given, right = ('live', '~live') if side == 'frozen' else ('~live', 'live')
+    wrong, right = ('live', '~live') if side == 'frozen' else ('~live', 'live')
     raise errors.FilterTypeError(
         f'{call.format("where")} names what is {side}, and {where!r} names what is '
         f'{where.side}.\n'
         f'Write {call.format(right)}, where live is the filter of what is trained.\n'
-        f'If you mean it as it is, write {call.format(given + " & True")}.'
+        f'If you mean it as it is, write {call.format(wrong + " & True")}.'
     )
 
 

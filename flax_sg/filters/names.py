@@ -204,8 +204,8 @@ class Collection(Atom):
         return path.collection == self.name
 
     def _advice(self, paths: Sequence[Path]) -> str:
-        there = sorted({path.collection for path in paths})
-        return f'The collections are {", ".join(map(repr, there))}.'
+        collections = sorted({path.collection for path in paths})
+        return f'The collections are {", ".join(map(repr, collections))}.'
 
     def __repr__(self) -> str:
         return f'Collection({self.name!r})'

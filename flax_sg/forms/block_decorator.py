@@ -236,8 +236,8 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
         def use(module: Any) -> Any:
             return run(of_module, module.scope, opening.EXISTENCE, module, *args[1:])
 
-        others = args[1:], kwargs, fn
-        return residuals.call(rewrite.rule.name, module, module, use, others)
+        operands = args[1:], kwargs, fn
+        return residuals.call(rewrite.rule.name, module, module, use, operands)
 
     return wrapper
 

@@ -176,10 +176,10 @@ def clone_on(module: Module, scopes: list[Scope]) -> Module:
         object.__setattr__(clone, 'parent', module.parent)
     for field in dataclasses.fields(module):
         if field.init and field.name != 'parent':
-            given, copied = getattr(module, field.name), getattr(clone, field.name)
-            if has_run and _names(given) != _names(copied):
+            original, copied = getattr(module, field.name), getattr(clone, field.name)
+            if has_run and _names(original) != _names(copied):
                 raise _in_another_order(module, field.name)
-            object.__setattr__(clone, field.name, _in_order_of(given, copied))
+            object.__setattr__(clone, field.name, _in_order_of(original, copied))
     return clone
 
 

@@ -149,8 +149,8 @@ def _hands_on_flags() -> bool:
     """Whether each scope that Flax makes of a scope has its flags."""
     scope = Scope({'params': {'a': {}}}, mutable=True, flags={'flag': True})
     scope_fn, _, variables, rngs, _ = lift._partial_pack(scope, (True,), (), (True,))
-    made = scope.push('a'), scope.rewound(), scope_fn(variables, rngs)
-    return all(scope.has_flag('flag') for scope in made)
+    scopes = scope.push('a'), scope.rewound(), scope_fn(variables, rngs)
+    return all(scope.has_flag('flag') for scope in scopes)
 
 
 def _binds() -> bool:

@@ -55,9 +55,9 @@ def _values(walk: Walk, values: Any, kind: Kind) -> dict[Names, Any]:
 
     An error in the place of a value is for whoever reads it.
     """
-    is_kind, given = nnx.filterlib.to_predicate(kind), _Given(walk, values)
+    is_kind, targets = nnx.filterlib.to_predicate(kind), _Given(walk, values)
     found = {
-        leaf.names: given.value_for(leaf)
+        leaf.names: targets.value_for(leaf)
         for leaf in walk.leaves.values()
         if is_kind(leaf.keys, leaf.value)
     }
@@ -95,8 +95,8 @@ class _Given:
 
     def value_for(self, leaf: Leaf) -> Any:
         """The value for a Variable, or an error; None for the Variable's own."""
-        if given := self._given[leaf]:
-            return _common_value(given)
+        if pairs := self._given[leaf]:
+            return _common_value(pairs)
         if self._is_left_out(leaf):
             return errors.StructureError(
                 f'nnx.substitute: the state has no value for {"/".join(leaf.names)!r}, '
@@ -166,12 +166,12 @@ def _form(value: Any) -> Any:
     return tuple(map(shape_and_dtype, jax.tree.leaves(raw(value))))
 
 
-def _common_value(given: list[tuple[Names, Any]]) -> Any:
+def _common_value(pairs: list[tuple[Names, Any]]) -> Any:
     """The value that is given at all paths of a Variable; an error if they differ."""
-    (first, value), *others = given
-    for names, other in others:
+    (first, value), *rest = pairs
+    for names, other in rest:
         if not _is_same(value, other):
-            without = [path for path, new in given if new is None]
+            without = [path for path, new in pairs if new is None]
             why = f'{"/".join(without[0])!r} has none' if without else 'they differ'
             one, two = map('/'.join, (first, names))
             return errors.StructureError(

@@ -92,10 +92,10 @@ def mask(
             "frozen='backbone/**')."
         )
     leaves = parameters_of(tree, 'sg.mask(tree, trained=where)')
-    side, given = ('trained', trained) if is_absent(frozen) else ('frozen', frozen)
-    if not isinstance(given, Declared | Absent):
+    side, where = ('trained', trained) if is_absent(frozen) else ('frozen', frozen)
+    if not isinstance(where, Declared | Absent):
         call = f'sg.mask(params, {side}={{}})'
-        filters.named(filters.as_filter(given), side, call)
+        filters.named(filters.as_filter(where), side, call)
     with raised_by(f'sg.mask({side}=...)'):
         if is_absent(frozen):
             [decisions] = chosen([leaves], trained, unused)

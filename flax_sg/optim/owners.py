@@ -141,10 +141,10 @@ def vectors_of(
     without = functools.cache(functools.partial(_shapes_without, tx, leaves))
     return {
         names
-        for names, made in pairs
+        for names, value in pairs
         if owners[names].parameter < 0
-        and owners[names].is_as_long(made)
-        and without(owners[names].some_trained).get(names) != np.shape(made)
+        and owners[names].is_as_long(value)
+        and without(owners[names].some_trained).get(names) != np.shape(value)
     }
 
 

@@ -226,14 +226,14 @@ def clip_gradient(
             transform, such as ``nn.scan`` or ``nn.remat``.
     """
     bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
-    given = {name: bound for name, bound in bounds.items() if bound is not None}
-    if len(given) != 1:
+    chosen = {name: bound for name, bound in bounds.items() if bound is not None}
+    if len(chosen) != 1:
         raise errors.ArgumentValueError(
-            f'clip_gradient() was given {" and ".join(given) or "no bound"}: expected '
+            f'clip_gradient() was given {" and ".join(chosen) or "no bound"}: expected '
             'one of value=, norm= and global_norm=.\n'
             'Write nn.clip_gradient(where, global_norm=1.0); for two, nest two blocks.'
         )
-    [(name, bound)] = given.items()
+    [(name, bound)] = chosen.items()
     _check_number(name, bound)
     if not isinstance(bound, tracing.Tracer) and not bound >= 0:
         raise errors.ArgumentValueError(f'{name}={bound}: expected a number from 0 on.')

@@ -149,10 +149,10 @@ def _marked(walk: Walk) -> Any:
     def opened(node: Any) -> Any:
         _, children, treedef = walk.parts[id(node)]
         is_module = id(node) in walk.modules
-        made = treedef.unflatten([mark(child, is_module) for child in children])
+        marked = treedef.unflatten([mark(child, is_module) for child in children])
         if id(node) not in walk.unknown:
-            return made
-        return Opened(made.items(), Static(node, made))
+            return marked
+        return Opened(marked.items(), Static(node, marked))
 
     return mark(walk.tree, False)
 
@@ -167,17 +167,17 @@ def _tied(tree: PyTree) -> Any:
     def tie(node: Any, is_in_module: bool) -> Any:
         if isinstance(node, Again):
             return met[node.index]
-        made = object.__new__(node.module.cls) if isinstance(node, Opened) else node
-        if is_in_module or not is_variable(made):
-            met.append(made)
+        tied = object.__new__(node.module.cls) if isinstance(node, Opened) else node
+        if is_in_module or not is_variable(tied):
+            met.append(tied)
         if isinstance(node, Opened):
             data = {name: tie_in(child, True) for name, child in node.items()}
-            vars(made).update(node.module.attributes | data)
+            vars(tied).update(node.module.attributes | data)
         elif is_module(node):
             children, treedef = one_level(node)
             made_of = treedef.unflatten([tie_in(child, True) for _, child in children])
-            vars(made).update(vars(made_of))
-        return made
+            vars(tied).update(vars(made_of))
+        return tied
 
     def tie_in(tree: PyTree, is_in_module: bool) -> Any:
         """Ties all that JAX finds in a tree, down to the next modules."""
