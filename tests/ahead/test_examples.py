@@ -318,7 +318,7 @@ def test_examples_behind_other_axes() -> None:
 
 
 def test_what_is_the_same_for_all_examples() -> None:
-    """A count of turns has no axis of examples: it cannot be indexed by them."""
+    """A count of turns is repeated for each: it can be indexed by them."""
 
     def loss(params: Any, x: Any) -> Any:
         n, y = lax.while_loop(
@@ -326,8 +326,10 @@ def test_what_is_the_same_for_all_examples() -> None:
         )
         return jnp.sum(y @ params['head']) * n
 
-    with pytest.raises(
-        sg.errors.ArgumentTypeError,
-        match='is the same for all examples',
-    ):
-        sg.precompute(loss, {'head': W}, X, wrt='head', examples=True)
+    params = {'head': W}
+    ahead = sg.precompute(loss, params, X, wrt='head', examples=True)
+    assert {k.shape for k in ahead.kept} == {(4,), (4, 6, 6)}
+    kept = [k[ROWS] for k in ahead.early(params, X)]
+    np.testing.assert_allclose(
+        ahead.late(params, kept), loss(params, X[ROWS]), rtol=1e-5
+    )

@@ -10,7 +10,7 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
-from flax_sg.ahead.flops import flops_of
+from flax_sg.ahead.costs import flops_of
 from tests.helpers import oracle
 
 KEY = jax.random.key(0)
@@ -59,11 +59,15 @@ def test_a_head():
     assert statistics == ['float32[8]        32   add'] * 2
     assert repr(ahead) == ('<precomputed: keeps float32[8], float32[8], float32[4,8]>')
     *_, share, mean, var, advice, mixed = lines(ahead)
-    assert share.endswith('% of the flops are done once; 192 bytes are kept.')
+    assert share.endswith(
+        '% of the flops are done once; 192 bytes are kept, for 128 bytes of data.'
+    )
     assert float(share.partition('%')[0]) > 80
     assert [mean.split()[0], var.split()[0]] == ['norm/mean', 'norm/var']
     assert advice.startswith('To go on from step to step, it needs an argument of')
-    assert mixed == 'What is kept belongs to this batch as a whole: reduce_sum'
+    assert mixed == (
+        'If the data are a batch, what is kept belongs to all of it: reduce_sum'
+    )
 
 
 def test_a_key_that_enters():
@@ -137,16 +141,16 @@ def test_rows_of_a_batch():
         return loss
 
     rows = of_batch(fun(lambda x: x), X)
-    assert 'kept belongs' not in rows
-    assert 'kept belongs' not in of_batch(fun(lambda x, s: x * s), X, jnp.ones(()))
+    assert 'belongs to' not in rows
+    assert 'belongs to' not in of_batch(fun(lambda x, s: x * s), X, jnp.ones(()))
     mean = of_batch(fun(lambda x: x - x.mean(0, keepdims=True)), X)
-    assert 'as a whole: reduce_sum at test_report.py:' in mean
-    assert mean.splitlines()[-1].endswith(' may mix its examples.')
+    assert 'all of it: reduce_sum at test_report.py:' in mean
+    assert ' may mix its examples. For rows of' in mean.splitlines()[-1]
     by_place = of_batch(fun(lambda x: x + jax.random.normal(KEY, x.shape)), X)
-    assert by_place.splitlines()[-1].endswith(' may mix its examples.')
+    assert ' may mix its examples. For rows of' in by_place.splitlines()[-1]
     unclear = (
-        'What is kept belongs to this batch as a whole. For rows of single examples, '
-        'write examples=True.'
+        'If the data are a batch, what is kept belongs to all of it. For rows of single '
+        'examples, write examples=True.'
     )
     for text in (
         of_batch(fun(lambda x, w: x * w[None]), X, jnp.ones(8)),
@@ -154,7 +158,7 @@ def test_rows_of_a_batch():
         of_batch(lambda p, x: jnp.sum(p['head'] @ jnp.tanh(p['body'] @ x.T)), X),
     ):
         assert text.splitlines()[-1] == unclear
-    assert 'kept belongs' not in of_batch(fun(lambda x: x), X, examples=True)
+    assert 'belongs to' not in of_batch(fun(lambda x: x), X, examples=True)
 
 
 def test_a_scalar_of_a_batch_is_not_written():
