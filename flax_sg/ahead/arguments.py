@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flax_sg import errors
 from flax_sg.errors.texts import shown
@@ -29,6 +27,14 @@ from flax_sg.trees.leaves import (
 Name: TypeAlias = int | str
 
 
+class Run(NamedTuple):
+    """Rows of a leaf, all of them trained or none."""
+
+    start: int
+    stop: int
+    is_trained: bool
+
+
 class Argument(NamedTuple):
     """An argument: its structure, and what stands for its leaves. It keeps no array.
 
@@ -40,7 +46,7 @@ class Argument(NamedTuple):
         slots: for each leaf the inputs of the program that hold its arrays; empty for a
             leaf that is a constant of the trace.
         constants: these leaves by their number. Others in their place are refused.
-        runs: for leaves of which some rows are trained where runs of rows begin.
+        runs: for leaves of which some rows are trained the runs of rows.
     """
 
     name: Name
@@ -49,7 +55,7 @@ class Argument(NamedTuple):
     paths: list[str]
     slots: list[tuple[int, ...]]
     constants: dict[int, Any]
-    runs: dict[int, Sequence[int]]
+    runs: Mapping[int, Sequence[Run]]
 
     @classmethod
     def of(
@@ -59,7 +65,7 @@ class Argument(NamedTuple):
         tree: Leaves,
         inputs: list[Any],
         fixed: Set[int] = frozenset(),
-        runs: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        runs: Mapping[int, Sequence[Run]] = MappingProxyType({}),
     ) -> Argument:
         """Takes an argument apart, and adds its arrays to the inputs of a program.
 
@@ -70,14 +76,14 @@ class Argument(NamedTuple):
             inputs: the inputs so far.
             fixed: the numbers of Python that are constants, by their number among the
                 leaves. Others are traced.
-            runs: for leaves of which some rows are trained where runs of rows begin.
+            runs: for leaves of which some rows are trained the runs of rows.
         """
         slots, constants = list[tuple[int, ...]](), dict[int, Any]()
         for number, leaf in enumerate(tree.values):
             arrays = jax.tree.leaves(leaf)
             if number in runs:
-                sizes = np.diff(runs[number]).tolist()
-                shape, dtype = arrays[0].shape[1:], arrays[0].dtype
+                shape, dtype = leaf.shape[1:], leaf.dtype
+                sizes = [run.stop - run.start for run in runs[number]]
                 arrays = [jax.ShapeDtypeStruct((n, *shape), dtype) for n in sizes]
             slots.append(())
             if holds_arrays(leaf) or (is_number(leaf) and number not in fixed):
@@ -86,7 +92,7 @@ class Argument(NamedTuple):
             elif not is_absent(leaf):
                 constants[number] = leaf
         paths = [*map(str, tree.paths)]
-        return cls(name, word, tree.treedef, paths, slots, constants, dict(runs))
+        return cls(name, word, tree.treedef, paths, slots, constants, runs)
 
     @property
     def title(self) -> str:
@@ -140,8 +146,7 @@ class Argument(NamedTuple):
                 self._check_constant(number, leaf)
             arrays = jax.tree.leaves(leaf) if self.slots[number] else []
             if number in self.runs:
-                bounds = itertools.pairwise(self.runs[number])
-                arrays = [leaf[start:stop] for start, stop in bounds]
+                arrays = [leaf[run.start : run.stop] for run in self.runs[number]]
             for slot, array in zip(self.slots[number], arrays, strict=True):
                 check(self.at(number), array, avals[slot])
                 is_array = hasattr(array, 'dtype')

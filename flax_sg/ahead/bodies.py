@@ -1,4 +1,4 @@
-"""An equation with a body, of which a part does not change: JAX's own rules split it."""
+"""An equation with a body of which a part does not change, split by JAX's rules."""
 
 from __future__ import annotations
 

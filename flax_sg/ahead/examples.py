@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from flax_sg import errors
@@ -80,9 +81,19 @@ class Known(NamedTuple):
     value: Any
 
 
+class Joined(NamedTuple):
+    """Indices of several axes, of which one is a constant: what their columns are.
+
+    As an array it is mixed. To read a row of each example it is not.
+    """
+
+    columns: tuple[Any, ...]
+    mixed: Mixed
+
+
 # What does not depend on examples: the axes along which all its rows are alike.
 Alike: TypeAlias = frozenset[int]
-Place: TypeAlias = Examples | Alike | Known | Mixed
+Place: TypeAlias = Examples | Alike | Known | Joined | Mixed
 
 # Nothing depends on examples, and no rows are known to be alike.
 _NOT_KNOWN: Alike = frozenset()
@@ -134,6 +145,10 @@ class Batch:
         walk = _Walk(self.count)
         outs = walk.equation(eqn, self._read(read), site)
         return [*map(_is_mixed, outs)], frozenset(walk.mixing)
+
+    def can_be_kept(self, number: int) -> bool:
+        """Whether a value can be rows of examples."""
+        return not isinstance(self.places.get(number), Joined)
 
     def note(self, number: int, constant: Any) -> None:
         """Notes a constant of the program."""
@@ -229,8 +244,6 @@ class _Walk:
 
     def __init__(self, count: int) -> None:
         self.count, self.mixing = count, set[int]()
-        # Of what arrays of indices are joined, by the variable.
-        self._columns: dict[Any, list[tuple[Place, Any]]] = {}
 
     def body(self, closed: Any, ins: Sequence[Place], site: Site) -> list[Place]:
         """Where the examples are in the outputs of a jaxpr."""
@@ -255,21 +268,19 @@ class _Walk:
         return outs
 
     def _equation(self, eqn: Any, ins: Sequence[Place], site: Site) -> list[Place]:
-        name, mixed = eqn.primitive.name, _mixed_in(ins)
+        name = eqn.primitive.name
         if (body := jaxprs.called_by(eqn)) is not None:
             return self.body(body, ins, Site(eqn, site))
         if name in EACH_BY_ITSELF:
             return [*ins]
         if all(isinstance(place, Known) for place in ins) and _is_of_positions(eqn):
             return _computed(eqn, ins)
-        if name == 'concatenate':
-            self._columns[eqn.outvars[0]] = [*zip(ins, eqn.invars, strict=True)]
         if name == 'gather' and (found := self._row_of_each(eqn, ins)):
             return [found]
-        ins = [_alike(place) for place in ins]
+        places, ins = ins, [*map(_plain, ins)]
         if name in ('cond', 'while', 'scan'):
             return getattr(self, f'_{name}')(eqn, ins, site)
-        if mixed is not None:
+        if mixed := _mixed_in(ins):
             return [mixed] * len(eqn.outvars)
         has_examples = any(isinstance(place, Examples) for place in ins)
         if name == 'reshape' and isinstance(ins[0], Examples):
@@ -278,33 +289,32 @@ class _Walk:
         if known is None:
             unknown = Mixed(eqn, site) if has_examples else _NOT_KNOWN
             return [unknown] * len(eqn.outvars)
-        return [self._from(axes, ins, eqn, site) for axes in known]
+        outs = [self._from(axes, ins, eqn, site) for axes in known]
+        has_positions = any(isinstance(place, Known) for place in places)
+        is_last = eqn.params.get('dimension') == eqn.outvars[0].aval.ndim - 1
+        if name == 'concatenate' and is_last and has_positions and _is_mixed(outs[0]):
+            return [Joined((*places,), outs[0])]
+        return outs
 
     def _row_of_each(self, eqn: Any, ins: Sequence[Place]) -> Examples | None:
         """The place in ``x[arange(n), index]``: each example reads a row of its own."""
-        numbers, place = eqn.params['dimension_numbers'], ins[0]
-        columns = self._columns.get(eqn.invars[1], ())
-        indexed = [*numbers.start_index_map]
-        if not (isinstance(place, Examples) and len(columns) == len(indexed)):
+        place, indices, numbers = ins[0], ins[1], eqn.params['dimension_numbers']
+        if not (isinstance(place, Examples) and isinstance(indices, Joined)):
             return None
-        if place.inner > 1 or place.axis not in indexed:
+        columns = dict(zip(numbers.start_index_map, indices.columns, strict=False))
+        positions = columns.get(place.axis)
+        is_row = place.axis in numbers.collapsed_slice_dims
+        if not (is_row and place.inner == 1 and isinstance(positions, Known)):
             return None
-        positions, _ = columns[indexed.index(place.axis)]
-        if not isinstance(positions, Known) or place.axis in numbers.offset_dims:
+        if len(columns) != len(indices.columns):
             return None
         rows = positions.value[..., 0]
-        size = eqn.invars[0].aval.shape[place.axis]
-        if size != self.count or place.axis not in numbers.collapsed_slice_dims:
-            return None
         for axis, length in enumerate(rows.shape):
-            shape = [1] * axis + [-1] + [1] * (rows.ndim - axis - 1)
-            is_own = length == size and (rows == np.arange(size).reshape(shape)).all()
-            if is_own and all(
-                x is positions
-                or x == Examples(axis)
-                or _is_alike([(0, axis)], [_alike(x)])
-                for x, _ in columns
-            ):
+            own = np.arange(length).reshape([-1] + [1] * (rows.ndim - axis - 1))
+            if length != self.count or (rows != own).any():
+                continue
+            others = [_plain(x) for x in columns.values() if x is not positions]
+            if all(x == Examples(axis) or _is_alike([(0, axis)], [x]) for x in others):
                 outs = range(eqn.outvars[0].aval.ndim)
                 return Examples([j for j in outs if j not in numbers.offset_dims][axis])
         return None
@@ -375,7 +385,7 @@ class _Walk:
             return outs[: len(carry)]
 
         after = self._settled(turn, [*ins[carry.start : carry.stop]], eqn, site)
-        return [*after, *(_shifted(_alike(place), 1) for place in made)]
+        return [*after, *(_shifted(place, 1) for place in made)]
 
     def _settled(
         self, turn: Callable[..., Any], carry: list[Place], eqn: Any, site: Site
@@ -390,7 +400,7 @@ class _Walk:
 
     def _either(self, places: Sequence[Place], eqn: Any, site: Site) -> Place:
         """The place of examples in a value that is one of several."""
-        places = [*map(_alike, places)]
+        places = [*map(_plain, places)]
         if mixed := _mixed_in(places):
             return mixed
         known = {place for place in places if isinstance(place, Examples)}
@@ -414,7 +424,7 @@ def _is_mixed(place: Place) -> TypeGuard[Mixed]:
 def _is_small(value: Any) -> bool:
     """Whether an array may hold positions: integers or bools, and not too many."""
     is_whole = isinstance(value, (np.ndarray, jax.Array)) or np.isscalar(value)
-    is_whole = is_whole and not isinstance(value, jax.core.Tracer)
+    is_whole = is_whole and not isinstance(value, Tracer)
     return is_whole and _may_be_positions(jax.typeof(value))
 
 
@@ -438,14 +448,18 @@ def _computed(eqn: Any, ins: Sequence[Any]) -> list[Place]:
     return [Known(np.asarray(x)) for x in outs]
 
 
-def _alike(place: Place) -> Any:
-    """The place, with the axes of a constant along which its rows are alike."""
+def _plain(place: Place) -> Any:
+    """The place of an array of which nothing else is known.
+
+    Of a constant these are the axes along which its rows are alike.
+    """
+    if isinstance(place, Joined):
+        return place.mixed
     if not isinstance(place, Known):
         return place
     x = place.value
-    return frozenset(
-        n for n in range(x.ndim) if not x.size or (x == x.take([0], n)).all()
-    )
+    axes = range(x.ndim)
+    return frozenset(n for n in axes if not x.size or (x == x.take([0], n)).all())
 
 
 def _mixed_in(places: Iterable[Place]) -> Mixed | None:
@@ -461,6 +475,7 @@ def _is_alike(found: Iterable[tuple[int, int]] | None, ins: Sequence[Place]) -> 
 
 def _shifted(place: Place, by: int) -> Place:
     """The place with one axis more or less in front."""
+    place = _plain(place)
     if isinstance(place, Mixed):
         return place
     if isinstance(place, Examples):

@@ -89,10 +89,10 @@ class Report:
         )
         raise errors.ArgumentTypeError(
             f'{row}\n'
-            'With examples=True, what is frozen is computed for each example by itself, '
-            f'and the first axis of all data is that of the examples: {where} is '
-            f'{aval.str_short()}. If they are along another axis, move it to the front '
-            'in the data, and back in the loss.\n'
+            'With examples=True, what is frozen is computed for each example by '
+            'itself, and the first axis of all data is that of the examples: '
+            f'{where} is {aval.str_short()}. If they are along another axis, move it '
+            'to the front in the data, and back in the loss.\n'
             f'{advice}'
         )
 
@@ -102,8 +102,8 @@ class Report:
             return ''
         argument = self._traced.arguments[self._traced.lost[0]]
         return (
-            f'{function} writes to {argument.title}, a model of NNX, and early and late '
-            'do not.\n'
+            f'{function} writes to {argument.title}, a model of NNX, and early and '
+            'late do not.\n'
             'Name the argument in argnums=, so that late writes to it, or call its '
             'eval().'
         )
@@ -126,8 +126,8 @@ class Report:
             and self._kept > max(_KILOBYTES, _TIMES * self._data)
         ):
             return (
-                f'Much is kept for little: {self._kept:,} bytes for {self._data:,} bytes '
-                f'of data, and {self._share:.1%} of the flops are done once.\n{self}'
+                f'Much is kept for little: {self._kept:,} bytes for {self._data:,} '
+                f'bytes of data, and {self._share:.1%} of the flops are done once.\n{self}'
             )
         return ''
 

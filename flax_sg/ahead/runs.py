@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from flax_sg.ahead.axes import ELEMENTWISE
@@ -33,10 +34,10 @@ def in_runs(
     if name == 'concatenate' and params['dimension'] == 0:
         return _joined(walk, eqn, read, site)
     places = [n for n, x in enumerate(read) if isinstance(x, int) and x in walk.runs]
-    every = {tuple(walk.avals[x].shape[0] for x in walk.runs[read[n]]) for n in places}
-    if len(every) != 1:
+    found = {_bounds_of(walk, walk.runs[read[n]]) for n in places}
+    if len(found) != 1:
         return None
-    bounds = [*itertools.pairwise(itertools.accumulate(*every, initial=0))]
+    [bounds] = found
     if name in ELEMENTWISE:
         return _elementwise(walk, eqn, read, places, bounds, site)
     if name == 'slice':
@@ -50,6 +51,15 @@ def in_runs(
     parts = [x for n in places for x in walk.runs[read[n]]]
     rest = [x for n, x in enumerate(read) if n not in places]
     return walk.traced(_scans(eqn, places, bounds), [*rest, *parts], Site(eqn, site))
+
+
+def _bounds_of(walk: Walk, parts: Sequence[Value]) -> Bounds:
+    sizes = [_aval_of(walk, x).shape[0] for x in parts]
+    return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+def _aval_of(walk: Walk, value: Value) -> Any:
+    return value.aval if isinstance(value, Literal) else walk.avals[value]
 
 
 def _joined(
@@ -150,7 +160,7 @@ def _by_index(
     body, first = eqn.params['jaxpr'].jaxpr, jaxprs.carried_by(eqn).stop
     read = [*read]
     for n in places:
-        size = walk.avals[read[n]].shape[0]
+        size = _aval_of(walk, read[n]).shape[0]
         indices = [
             _known(walk, read[k])
             for k in range(first, len(read))
@@ -199,7 +209,7 @@ def _known(walk: Walk, value: Value) -> Any:
     made = {n for step in steps for n in step.outs}
     read = {value, *(n for step in steps for n in step.read())} - made
     given = {n: walk.constants.get(n) for n in read}
-    if any(x is None or isinstance(x, jax.core.Tracer) for x in given.values()):
+    if any(x is None or isinstance(x, Tracer) for x in given.values()):
         return None
     with jax.ensure_compile_time_eval():
         return np.asarray(run(steps, given, [value])[0])

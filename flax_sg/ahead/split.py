@@ -14,6 +14,9 @@ from flax_sg.ahead.walk import Walk
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
+# More bytes than anything has.
+_NEVER = 1 << 60
+
 
 class Split(NamedTuple):
     """A program in two.
@@ -92,7 +95,10 @@ def split(
             of_kept = [x for x in dict.fromkeys(read) if x not in own]
             makers.update(dict.fromkeys(step.outs, of_kept))
     once = {n for n in range(len(walk.avals)) if n not in own and n not in changing}
-    sizes = {n: bytes_of(walk.avals[n]) for n in once}
+    sizes = {
+        n: bytes_of(walk.avals[n]) if batch is None or batch.can_be_kept(n) else _NEVER
+        for n in once
+    }
     kept = sorted(cheapest_cut(sizes, makers, [x for x in ends if x in once]))
     late = made_by(walk.steps, ends, live, kept)
     early = made_by(walk.steps, kept)

@@ -16,6 +16,7 @@ from flax_sg import errors, filters
 from flax_sg.ahead.arguments import (
     Argument,
     Name,
+    Run,
     check_keywords,
     is_number,
     named_in,
@@ -94,7 +95,9 @@ def traced(
     trees: dict[Name, Leaves] = dict(enumerate(map(leaves_of, args)))
     trees.update({name: leaves_of(arg) for name, arg in kwargs.items()})
     words: dict[Name, str] = dict(enumerate(words_of(run, len(args))))
-    rows = {name: _trained_rows(tree, trained[name]) for name, tree in own.items()}
+    runs: dict[Name, dict[int, list[Run]]] = {
+        name: _runs_in(tree, trained[name]) for name, tree in own.items()
+    }
     form: list[Any] = []
 
     def trace(constants: Collection[_Place]) -> tuple[Any, dict[Name, Argument]]:
@@ -103,7 +106,7 @@ def traced(
             name: Argument.of(
                 *(name, words.get(name, ''), tree, inputs),
                 {n for at, n in constants if at == name},
-                {n: _bounds(mask) for n, mask in rows.get(name, {}).items()},
+                runs.get(name, {}),
             )
             for name, tree in trees.items()
         }
@@ -141,14 +144,9 @@ def traced(
     new = {slot for name in changing for slot in arguments[name].inputs}
     for name, takes in trained.items():
         for n, slots in enumerate(arguments[name].slots):
-            mask = rows[name].get(n)
-            starts = arguments[name].runs.get(n, ())
-            is_new = (
-                [mask[start] for start in starts[:-1]]
-                if n in rows[name]
-                else ([takes[n] is not False] * len(slots))
-            )
-            new.update(itertools.compress(slots, is_new))
+            are_new = [run.is_trained for run in runs[name].get(n, ())]
+            are_new = are_new or [takes[n] is not False] * len(slots)
+            new.update(itertools.compress(slots, are_new))
     new.update(slot for write, _ in changed for slot in write.slots)
     return Traced(
         program.replace(jaxpr=jaxpr.replace(outvars=[jaxpr.outvars[n] for n in asked])),
@@ -188,20 +186,19 @@ def _unbound(error: NameError) -> Exception:
     )
 
 
-def _trained_rows(tree: Leaves, takes: Sequence[Any]) -> dict[int, Any]:
-    """For each leaf of which some rows are trained a mask of them."""
-    found: dict[int, Any] = {}
+def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
+    """For each leaf of which some rows are trained the runs of its rows."""
+    found: dict[int, list[Run]] = {}
     for n, (take, (path, leaf)) in enumerate(zip(takes, tree, strict=True)):
         shape = jnp.shape(leaf) if isinstance(take, filters.Part) else ()
-        if shape:
-            with contextlib.suppress(errors.PartError):  # Where a program tells which.
-                mask = take.mask(shape, path)
-                rows = np.asarray(mask.any(tuple(range(1, len(shape)))))
-                if rows.any() and not rows.all():
-                    found[n] = rows
+        mask = None
+        with contextlib.suppress(errors.PartError):  # Where a program tells which.
+            mask = take.mask(shape, path) if shape else None
+        if mask is None:
+            continue
+        rows = np.asarray(mask.any(tuple(range(1, len(shape)))))
+        ends = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
+        if len(ends) > 2:
+            pairs = itertools.pairwise(ends)
+            found[n] = [Run(start, stop, bool(rows[start])) for start, stop in pairs]
     return found
-
-
-def _bounds(mask: Any) -> list[int]:
-    """Where runs of equal elements begin, and where the last one ends."""
-    return [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]

@@ -1,8 +1,8 @@
 """Splits an equation in two, with the partial evaluation that jax.checkpoint rests on.
 
 ``partial_eval_jaxpr_custom`` has a rule for each of JAX's loops, branches and calls. It
-leaves calls with rules of derivatives whole. ``partial_eval_jaxpr_nounits`` does not: it
-takes a ``custom_jvp`` apart, and its rule is lost.
+leaves calls with rules of derivatives whole. ``partial_eval_jaxpr_nounits`` takes a
+``custom_jvp`` apart, and its rule is lost.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
