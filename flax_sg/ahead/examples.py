@@ -191,13 +191,16 @@ def _no_axis(
     """The error for data without an axis of that many examples."""
     of = 'two or more examples' if count < 2 else f'{count} examples'
     beside = [f'{name} is {x.str_short()}' for name, x in others if name != where]
+    advice = (
+        'With examples=True, the first axis of each array of data is that of the '
+        'examples. If they are along another axis, move it to the front.\n'
+    )
     return errors.ArgumentTypeError(
         f'{where} is {aval.str_short()}, and has no axis of {of} in front'
         f'{", as " + beside[0] if len(beside) == 1 else ""}.\n'
-        'With examples=True, the first axis of each array of data is that of the '
-        'examples. If they are along another axis, move it to the front.\n'
-        'Name an argument that is the same for all batches in argnums=: '
-        'late takes it, too. Name a key in each=.'
+        f'{advice if aval.shape else ""}'
+        'Name an argument that is the same for all batches in argnums=: late takes it, '
+        'too. Name a key in each=.'
     )
 
 
@@ -475,9 +478,9 @@ def _is_alike(found: Iterable[tuple[int, int]] | None, ins: Sequence[Place]) -> 
 
 def _shifted(place: Place, by: int) -> Place:
     """The place with one axis more or less in front."""
-    place = _plain(place)
-    if isinstance(place, Mixed):
-        return place
-    if isinstance(place, Examples):
-        return place._replace(axis=place.axis + by)
-    return frozenset(axis + by for axis in place if axis + by >= 0)
+    plain: Examples | Alike | Mixed = _plain(place)
+    if isinstance(plain, Mixed):
+        return plain
+    if isinstance(plain, Examples):
+        return plain._replace(axis=plain.axis + by)
+    return frozenset(axis + by for axis in plain if axis + by >= 0)

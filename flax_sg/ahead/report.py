@@ -79,14 +79,15 @@ class Report:
         if row is None:
             return
         where, aval = next(iter(self._traced.data.values()))
-        first = row.reason.name.partition(' at ')[0]
-        advice = (
-            'Two views that are joined, such as chosen beside rejected, go through the '
-            'loss of one example, under jax.vmap.'
-            if first in ('concatenate', 'slice', 'split', 'stack', 'reshape')
-            else "Write nn.Frozen(module, state='eval') for a module that normalizes "
-            'over the batch, or split the loss of one example, and map it by jax.vmap.'
-        )
+        operation = row.reason.name.partition(' at ')[0]
+        advice = 'Split the loss of one example, and map it by jax.vmap.'
+        if operation in ('concatenate', 'slice', 'split', 'stack', 'reshape'):
+            advice = f'Are two views joined, such as chosen beside rejected? {advice}'
+        if operation.startswith('reduce'):
+            advice = (
+                "Write nn.Frozen(module, state='eval') for a module that normalizes "
+                f'over the batch. {advice}'
+            )
         raise errors.ArgumentTypeError(
             f'{row}\n'
             'With examples=True, what is frozen is computed for each example by '
@@ -120,14 +121,12 @@ class Report:
                 f'{", or no example" * (self._batch is not None)}.\n'
                 f'{hint * isinstance(wrt, Declared)}{self}'
             )
-        if (
-            self._data
-            and self._share < _WORTH
-            and self._kept > max(_KILOBYTES, _TIMES * self._data)
-        ):
+        much = max(_KILOBYTES, _TIMES * self._data)
+        if self._data and self._share < _WORTH and self._kept > much:
             return (
                 f'Much is kept for little: {self._kept:,} bytes for {self._data:,} '
-                f'bytes of data, and {self._share:.1%} of the flops are done once.\n{self}'
+                f'bytes of data, and {self._share:.1%} of the flops are done once.\n'
+                f'{self}'
             )
         return ''
 

@@ -46,7 +46,7 @@ def test_a_frozen_layer_in_each_branch(which: int):
 
 
 def test_values_of_other_types():
-    """Branches keep arrays of other shapes and dtypes; zeros fill the others' places."""
+    """Branches keep arrays of other shapes and dtypes; zeros fill empty places."""
 
     def fun(params: Any, x: Any) -> Any:
         def first(params: Any, x: Any) -> Any:
@@ -183,7 +183,7 @@ def test_a_branch_with_an_effect_runs_at_each_step():
 
 @pytest.mark.parametrize('is_mixed', (False, True))
 def test_examples(is_mixed: bool):
-    """What is kept has an axis of examples; what mixes them in a branch is made anew."""
+    """What mixes examples in a branch is made anew, of rows that are kept."""
 
     def fun(params: Any, x: Any) -> Any:
         def first(x: Any) -> Any:

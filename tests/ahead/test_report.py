@@ -149,8 +149,8 @@ def test_rows_of_a_batch():
     by_place = of_batch(fun(lambda x: x + jax.random.normal(KEY, x.shape)), X)
     assert ' may mix its examples. For rows of' in by_place.splitlines()[-1]
     unclear = (
-        'If the data are a batch, what is kept belongs to all of it. For rows of single '
-        'examples, write examples=True.'
+        'If the data are a batch, what is kept belongs to all of it. For rows of '
+        'single examples, write examples=True.'
     )
     for text in (
         of_batch(fun(lambda x, w: x * w[None]), X, jnp.ones(8)),
