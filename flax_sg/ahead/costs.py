@@ -14,7 +14,13 @@ _CHEAP = frozenset(
     (
         *ELEMENTWISE,
         *EACH_BY_ITSELF,
-        *('bitcast_convert_type', 'broadcast_in_dim', 'concatenate', 'dynamic_slice'),
+        *(
+            'axis_index',
+            'bitcast_convert_type',
+            'broadcast_in_dim',
+            'concatenate',
+            'dynamic_slice',
+        ),
         *('expand_dims', 'iota', 'pad', 'random_split', 'random_unwrap', 'random_wrap'),
         *('reshape', 'rev', 'slice', 'split', 'squeeze', 'stack', 'tile', 'transpose'),
         'unstack',

@@ -119,7 +119,7 @@ class Walk:
         self, eqn: Any, read: Sequence[Value], site: Site
     ) -> Sequence[Value] | None:
         """Adds the parts of an equation; None if it has to stay whole."""
-        if jaxprs.is_plain_jit(eqn) or eqn.primitive.name == 'closed_call':
+        if jaxprs.is_plain_jit(eqn) or eqn.primitive.name in jaxprs.CLOSED:
             return self.walk(jaxprs.closed_body_of(eqn), read, Site(eqn, site))
         if jaxprs.has_effect(eqn):
             return None

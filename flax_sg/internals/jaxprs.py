@@ -22,11 +22,14 @@ from flax_sg.internals import frames, versions
 # differ between versions of JAX.
 JITTED = frozenset(('jit', 'pjit'))
 CHECKPOINTS = frozenset(('remat', 'remat2', 'checkpoint'))
+# A jaxpr as an equation. jax 0.12 has a new name.
+CLOSED = frozenset(('closed_call', 'eval_jaxpr'))
 CALLS = frozenset(
     (
         *JITTED,
         *CHECKPOINTS,
-        *('closed_call', 'core_call', 'core_closed_call', 'shard_map'),
+        *CLOSED,
+        *('core_call', 'core_closed_call', 'shard_map'),
         'custom_vmap_call',
     )
 )
@@ -64,7 +67,7 @@ def called_by(eqn: Any) -> Any:
     With the flag ``jax_remat3`` and its like, the jaxpr is in an object of JAX.
     """
     name, call = eqn.primitive.name, eqn.params.get('_prim')
-    if name in JITTED or name in CHECKPOINTS or name in CUSTOM_CALLS:
+    if name in JITTED | CHECKPOINTS | CUSTOM_CALLS | CLOSED:
         return closed_body_of(eqn)
     jaxpr = getattr(getattr(call, 'traced', call), 'jaxpr', None)
     is_body = jaxpr is not None and len(opened(jaxpr).invars) == len(eqn.invars)

@@ -168,8 +168,8 @@ def _in_bodies(eqn: Any, one: Callable[[Any], Any]) -> Any:
 
 def _each(jaxpr: Any, one: Callable[[Any], Any]) -> Any:
     """A jaxpr, open or closed, with other equations."""
-    if hasattr(jaxpr, 'jaxpr'):
-        return jaxpr.replace(jaxpr=_each(jaxpr.jaxpr, one))
+    if opened(jaxpr) is not jaxpr:  # jax 0.12 opens one that is open.
+        return jaxpr.replace(jaxpr=_each(opened(jaxpr), one))
     return jaxpr.replace(eqns=[*map(one, jaxpr.eqns)])
 
 
