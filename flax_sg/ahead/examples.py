@@ -152,12 +152,13 @@ class Batch:
 
     def note(self, number: int, constant: Any) -> None:
         """Notes a constant of the program."""
-        if _is_small(constant):
-            self.places[number] = Known(np.asarray(constant))
+        self.places[number] = _of_constant(constant)
 
     def _read(self, values: Iterable[Value]) -> list[Place]:
         return [
-            _of_literal(x) if isinstance(x, Literal) else self.places.get(x, _NOT_KNOWN)
+            _of_constant(x.val)
+            if isinstance(x, Literal)
+            else self.places.get(x, _NOT_KNOWN)
             for x in values
         ]
 
@@ -235,7 +236,7 @@ def followed(
     program: Any, ins: Sequence[Place], count: int, site: Site | None = None
 ) -> list[Place]:
     """Where so many examples are in the outputs of a program."""
-    return _Walk(count).body(program, ins, site or Site())
+    return [*map(_plain, _Walk(count).body(program, ins, site or Site()))]
 
 
 class _Walk:
@@ -252,10 +253,16 @@ class _Walk:
         """Where the examples are in the outputs of a jaxpr."""
         jaxpr = opened(closed)
         places: dict[Any, Place] = dict(zip(jaxpr.invars, ins, strict=True))
+        for var, value in zip(
+            jaxpr.constvars, getattr(closed, 'consts', ()), strict=False
+        ):
+            places[var] = _of_constant(value)
 
         def at(atom: Any) -> Place:
             is_constant = isinstance(atom, Literal)
-            return _of_literal(atom) if is_constant else places.get(atom, _NOT_KNOWN)
+            return (
+                _of_constant(atom.val) if is_constant else places.get(atom, _NOT_KNOWN)
+            )
 
         for eqn in jaxpr.eqns:
             outs = self.equation(eqn, [*map(at, eqn.invars)], site)
@@ -435,8 +442,7 @@ def _may_be_positions(aval: Any) -> bool:
     return getattr(aval.dtype, 'kind', '') in ('i', 'u', 'b') and aval.size <= _LARGE
 
 
-def _of_literal(literal: Literal) -> Place:
-    value = literal.val
+def _of_constant(value: Any) -> Place:
     return Known(np.asarray(value)) if _is_small(value) else _NOT_KNOWN
 
 

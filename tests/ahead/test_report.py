@@ -167,6 +167,60 @@ def test_a_scalar_of_a_batch_is_not_written():
     assert 'is written' not in text
 
 
+def test_a_frozen_encoder_in_each() -> None:
+    """It runs at each step since it is there; a key beside it is no encoder."""
+
+    def loss(params: Any, encoder: Any, x: Any, key: Any) -> Any:
+        features = jnp.tanh(x @ encoder['w'].astype(jnp.float32))
+        noise = jax.random.normal(key, features.shape)
+        return jnp.sum((features + noise) @ params['head'])
+
+    args = {'head': X.T @ X}, {'w': X.T @ X}, X, KEY
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        ahead = sg.precompute(loss, *args, wrt='head', each=(1, 3))
+    assert [line for line in str(ahead).splitlines() if 'at each step' in line] == [
+        'argument 1 (encoder) is computed at each step: it is in each=. If it does not '
+        'change, leave it out of each=.'
+    ]
+    assert 'each step' not in str(sg.precompute(loss, *args, wrt='head', each=3))
+
+
+def test_without_wrt() -> None:
+    """All parameters count as trained: the warning says so."""
+    params = {'body': X.T @ X, 'head': X.T @ X}
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ params['body']) @ params['head'])
+
+    with pytest.warns(
+        UserWarning, match='Without wrt=, all parameters count as trained'
+    ):
+        sg.precompute(loss, params, X)
+    with pytest.warns(UserWarning) as caught:
+        sg.precompute(loss, params, X, wrt='*')
+    assert 'Without wrt=' not in str(caught[0].message)
+
+
+def test_what_reads_no_example() -> None:
+    """It is no row: late makes it, and a line of each module says what to do."""
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        text = jnp.tanh(X[:3] @ params['text']['a']) @ params['text']['b']
+        return jnp.sum((x @ params['image'] @ params['head'] @ text.T) * y[:, None])
+
+    params = {'image': X.T @ X, 'text': {'a': X.T @ X, 'b': X.T @ X}, 'head': X.T @ X}
+    ahead = sg.precompute(loss, params, X, X[:, 0], wrt='head', examples=True)
+    said = [line for line in str(ahead).splitlines() if 'text' in line]
+    assert len(said) == 1 and said[0].startswith(
+        'text is computed at each step: it reads no example, and what is kept are rows '
+    )
+    assert 'Compute it before, and give its value in its place.' in str(ahead)
+    order = np.array([2, 0, 3, 1])
+    kept = [leaf[order] for leaf in ahead.early(params, X, X[:, 0])]
+    right = loss(params, X[order], X[order, 0])
+    np.testing.assert_allclose(ahead.late(params, kept), right, rtol=1e-5)
+
+
 def test_an_adapter_in_front():
     """It is trained, so all behind it is computed at each step: a warning says so."""
     with pytest.warns(
