@@ -229,11 +229,12 @@ def precompute(
     ``sg.grad``. Values are those of ``fun``; jitted, they may differ in the last bits.
 
     Args:
-        fun: a function of arrays, without effects in what is computed once; or an
-            unbound module for its ``apply``, as for ``sg.live``.
+        fun: a function of arrays, or an unbound module for its ``apply``, as for
+            ``sg.live``. What an effect returns, such as a read of a ref, changes.
         params: its first argument, or the shapes.
-        *args: its other arguments, or their shapes. Those not in ``each`` are data.
-            Python numbers in data are constants, such as ``train=True``.
+        *args: its other arguments, or their shapes. Those not in ``each`` are data,
+            Python numbers included. A bool is a flag: a constant, and so is a number
+            whose value the function asks for.
         argnums: which arguments hold the parameters.
         wrt: the parameters that are trained: those that change from step to step, or
             rows of these. Of a stack, the first layers are computed once if they are
@@ -243,7 +244,8 @@ def precompute(
             state.
         examples: whether all data hold examples along their first axis. Then all that
             is kept has this axis in front, and its rows may be shuffled, stored and
-            indexed. ``early`` and ``late`` take as many examples as were traced.
+            indexed. ``early`` and ``late`` take as many examples as were traced, and
+            numbers are constants. What reads no data is made at each step.
         **kwargs: keyword arguments of the function. They are given by name to
             ``early``, or to ``late`` if they are in ``each``.
 
@@ -251,13 +253,14 @@ def precompute(
         An object with two functions. ``early`` takes the arguments but for those in
         ``each``, and returns what is kept. ``late`` takes the arguments of
         ``argnums``, then what is kept, then those in ``each``. What one of them does
-        not read may be ``sg.ABSENT``: frozen weights of ``late``.
+        not read may be ``sg.ABSENT``: ``reads`` is a filter of what late reads. For
+        ``jax.vmap`` of the loss of one example, ``axes`` tells what is kept once.
 
     Raises:
-        ArgumentTypeError: when ``each`` names parameters or no argument, when an effect
-            would be computed once, or for arguments of another structure or shape than
-            traced. With ``examples``, when data have no axis of examples, or when a
-            frozen module reads what mixes them, such as a batch mean.
+        ArgumentTypeError: when ``each`` names parameters or no argument, or for
+            arguments of another structure or shape than traced. With ``examples``, when
+            data have no axis of examples, or when a frozen module reads what mixes
+            them, such as a batch mean.
         AbsentLeafError: at the call, when a leaf is ABSENT that is read.
     """
     args = (params, *args)
