@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from flax_sg import errors
 from flax_sg.errors.texts import shown
@@ -25,6 +27,14 @@ from flax_sg.trees.leaves import (
 Name: TypeAlias = int | str
 
 
+class Run(NamedTuple):
+    """Rows of a leaf, all of them trained or none."""
+
+    start: int
+    stop: int
+    is_trained: bool
+
+
 class Argument(NamedTuple):
     """An argument: its structure, and what stands for its leaves. It keeps no array.
 
@@ -36,6 +46,7 @@ class Argument(NamedTuple):
         slots: for each leaf the inputs of the program that hold its arrays; empty for a
             leaf that is a constant of the trace.
         constants: these leaves by their number. Others in their place are refused.
+        runs: for leaves of which some rows are trained the runs of rows.
     """
 
     name: Name
@@ -44,6 +55,7 @@ class Argument(NamedTuple):
     paths: list[str]
     slots: list[tuple[int, ...]]
     constants: dict[int, Any]
+    runs: Mapping[int, Sequence[Run]]
 
     @classmethod
     def of(
@@ -52,7 +64,8 @@ class Argument(NamedTuple):
         word: str,
         tree: Leaves,
         inputs: list[Any],
-        is_traced: bool,
+        fixed: Set[int] = frozenset(),
+        runs: Mapping[int, Sequence[Run]] = MappingProxyType({}),
     ) -> Argument:
         """Takes an argument apart, and adds its arrays to the inputs of a program.
 
@@ -61,19 +74,25 @@ class Argument(NamedTuple):
             word: its name in the signature.
             tree: its leaves.
             inputs: the inputs so far.
-            is_traced: whether numbers of Python are traced, too. In data they are
-                constants.
+            fixed: the numbers of Python that are constants, by their number among the
+                leaves. Others are traced.
+            runs: for leaves of which some rows are trained the runs of rows.
         """
         slots, constants = list[tuple[int, ...]](), dict[int, Any]()
         for number, leaf in enumerate(tree.values):
             arrays = jax.tree.leaves(leaf)
+            if number in runs:
+                shape, dtype = leaf.shape[1:], leaf.dtype
+                sizes = [run.stop - run.start for run in runs[number]]
+                arrays = [jax.ShapeDtypeStruct((n, *shape), dtype) for n in sizes]
             slots.append(())
-            if holds_arrays(leaf) or (is_traced and _is_number(leaf)):
+            if holds_arrays(leaf) or (is_number(leaf) and number not in fixed):
                 slots[-1] = tuple(range(len(inputs), len(inputs) + len(arrays)))
                 inputs += arrays
             elif not is_absent(leaf):
                 constants[number] = leaf
-        return cls(name, word, tree.treedef, [*map(str, tree.paths)], slots, constants)
+        paths = [*map(str, tree.paths)]
+        return cls(name, word, tree.treedef, paths, slots, constants, runs)
 
     @property
     def title(self) -> str:
@@ -89,15 +108,24 @@ class Argument(NamedTuple):
             return f'{self.name}={self.name}'
         return self.word or f'args[{self.name}]'
 
-    def restored(self, tree: Leaves, inputs: list[Any]) -> Any:
+    @property
+    def inputs(self) -> list[int]:
+        """The inputs of the program that hold its arrays."""
+        return [slot for slots in self.slots for slot in slots]
+
+    def restored(self, tree: Leaves, inputs: Sequence[Any]) -> Any:
         """The argument with the inputs of a program for its arrays."""
-        rows = zip(tree.values, self.slots, strict=True)
-        return tree.restore(
-            jax.tree.unflatten(jax.tree.structure(leaf), [inputs[n] for n in slots])
-            if slots
-            else leaf
-            for leaf, slots in rows
-        )
+        leaves: list[Any] = []
+        for number, (leaf, slots) in enumerate(
+            zip(tree.values, self.slots, strict=True)
+        ):
+            arrays = [inputs[n] for n in slots]
+            if number in self.runs:
+                leaf = jnp.concatenate(arrays)
+            elif slots:
+                leaf = jax.tree.unflatten(jax.tree.structure(leaf), arrays)
+            leaves.append(leaf)
+        return tree.restore(leaves)
 
     def values(self, given: Any, avals: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Yields the inputs of the program that an argument holds, with their numbers.
@@ -117,9 +145,12 @@ class Argument(NamedTuple):
             if number in self.constants:
                 self._check_constant(number, leaf)
             arrays = jax.tree.leaves(leaf) if self.slots[number] else []
+            if number in self.runs:
+                arrays = [leaf[run.start : run.stop] for run in self.runs[number]]
             for slot, array in zip(self.slots[number], arrays, strict=True):
                 check(self.at(number), array, avals[slot])
-                yield slot, array
+                is_array = hasattr(array, 'dtype')
+                yield slot, array if is_array else jnp.asarray(array, avals[slot].dtype)
 
     def _leaves(self, given: Any) -> list[Any]:
         tree = leaves_of(given)
@@ -212,20 +243,9 @@ def _parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, (float, complex, int)) and not isinstance(leaf, bool)
-
-
-def arrays_in(
-    arguments: Iterable[Argument], avals: Sequence[Any]
-) -> dict[int, tuple[str, Any]]:
-    """For each array of some arguments, by its number, its name and its type."""
-    return {
-        slot: (argument.at(number), avals[slot])
-        for argument in arguments
-        for number, slots in enumerate(argument.slots)
-        for slot in slots
-    }
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number of Python. A bool is a flag."""
+    return type(leaf) in (int, float, complex)
 
 
 def check(where: str, array: Any, aval: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 Source: TypeAlias = tuple[int, int]
 Axes: TypeAlias = list[tuple[Source, ...] | None]
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     (
         *('abs', 'acos', 'acosh', 'add', 'add_any', 'and', 'asin', 'asinh', 'atan'),
         *('atan2', 'atanh', 'bessel_i0e', 'bessel_i1e', 'cbrt', 'ceil', 'clamp', 'clz'),
@@ -67,7 +67,7 @@ def axes_of(eqn: Any) -> list[Axes] | None:
     name = eqn.primitive.name
     ins = [tuple(var.aval.shape) for var in eqn.invars]
     outs = [tuple(var.aval.shape) for var in eqn.outvars]
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return [_in_place(ins, out) for out in outs]
     if name in _ALONG:
         along = _as_set(eqn.params.get(_ALONG[name], len(outs[0]) - 1))

@@ -1,22 +1,34 @@
-"""What is made again rather than kept."""
+"""What an equation costs: whether it is made again rather than kept, and its flops."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
+from flax_sg.ahead.axes import EACH_BY_ITSELF, ELEMENTWISE
 from flax_sg.internals import jaxprs
 
 # What is made again rather than kept: it costs as much as to read it.
 _CHEAP = frozenset(
     (
-        *('abs', 'add', 'add_any', 'and', 'broadcast_in_dim', 'ceil', 'clamp', 'copy'),
-        *('concatenate', 'convert_element_type', 'cos', 'div', 'eq', 'erf'),
-        *('exp', 'exp2', 'expand_dims', 'expm1', 'floor', 'ge', 'gt', 'integer_pow'),
-        *('iota', 'is_finite', 'le', 'log', 'log1p', 'logistic', 'lt', 'max', 'min'),
-        *('mul', 'ne', 'neg', 'not', 'or', 'pad', 'pow', 'reshape', 'rev', 'round'),
-        *('pcast', 'pvary'),
-        *('rsqrt', 'select_n', 'sign', 'sin', 'slice', 'split', 'sqrt', 'square'),
-        *('squeeze', 'stop_gradient', 'sub', 'tanh', 'transpose', 'xor'),
+        *ELEMENTWISE,
+        *EACH_BY_ITSELF,
+        *(
+            'axis_index',
+            'bitcast_convert_type',
+            'broadcast_in_dim',
+            'concatenate',
+            'dynamic_slice',
+        ),
+        *('expand_dims', 'iota', 'pad', 'random_split', 'random_unwrap', 'random_wrap'),
+        *('reshape', 'rev', 'slice', 'split', 'squeeze', 'stack', 'tile', 'transpose'),
+        'unstack',
+    )
+) - frozenset(
+    (
+        *('bessel_i0e', 'bessel_i1e', 'digamma', 'igamma', 'igammac', 'lgamma'),
+        *('polygamma', 'regularized_incomplete_beta', 'threefry2x32', 'zeta'),
     )
 )
 
@@ -26,3 +38,40 @@ def is_cheap(eqn: Any) -> bool:
     if eqn.primitive.name in jaxprs.CUSTOM_CALLS or jaxprs.is_plain_jit(eqn):
         return all(map(is_cheap, jaxprs.body_of(eqn).eqns))
     return eqn.primitive.name in _CHEAP
+
+
+def is_cheap_within(eqn: Any) -> bool:
+    """The same; a loop or a call is as cheap as what is in it."""
+    inner = [one for body in jaxprs.within(eqn) for one in jaxprs.opened(body).eqns]
+    return all(map(is_cheap_within, inner)) if inner else is_cheap(eqn)
+
+
+def bytes_of(aval: Any) -> int:
+    """The bytes of an array of a type."""
+    return aval.size * aval.dtype.itemsize
+
+
+def flops_of(eqns: Iterable[Any]) -> float:
+    """The flops of some equations. Of a branch the longest, of a loop all turns.
+
+    A ``while`` has no known number of turns, and counts once.
+    """
+    return sum(map(_flops, eqns))
+
+
+def _flops(eqn: Any) -> float:
+    name, params = eqn.primitive.name, eqn.params
+    size = sum(math.prod(var.aval.shape) for var in eqn.outvars)
+    if name == 'dot_general':
+        (contracted, _), _ = params['dimension_numbers']
+        shape = eqn.invars[0].aval.shape
+        return 2.0 * size * math.prod(shape[axis] for axis in contracted)
+    if name == 'conv_general_dilated':
+        kernel, numbers = eqn.invars[1].aval.shape, params['dimension_numbers']
+        return 2.0 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+    if name in jaxprs.CUSTOM_CALLS or jaxprs.called_by(eqn) is not None:
+        return flops_of(jaxprs.opened(jaxprs.called_by(eqn)).eqns)
+    if bodies := jaxprs.Bodies.of(eqn).jaxprs:
+        longest = max(flops_of(jaxprs.opened(body).eqns) for body in bodies)
+        return params.get('length', 1) * longest
+    return float(size)

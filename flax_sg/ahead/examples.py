@@ -15,11 +15,14 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from flax_sg import errors
 from flax_sg.ahead.axes import EACH_BY_ITSELF, Axes, axes_of
-from flax_sg.ahead.steps import Split, Step
+from flax_sg.ahead.costs import is_cheap
+from flax_sg.ahead.steps import Step, Value
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import opened
@@ -68,10 +71,34 @@ class Mixed:
     eqn: Any
     site: Site
 
+    def __str__(self) -> str:
+        return f'{jaxprs.operation(self.eqn)} at {self.site.source(self.eqn)}'
+
+
+class Known(NamedTuple):
+    """An array of integers or bools that is a constant, such as positions."""
+
+    value: Any
+
+
+class Joined(NamedTuple):
+    """Indices of several axes, of which one is a constant: what their columns are.
+
+    As an array it is mixed. To read a row of each example it is not.
+    """
+
+    columns: tuple[Any, ...]
+    mixed: Mixed
+
 
 # What does not depend on examples: the axes along which all its rows are alike.
 Alike: TypeAlias = frozenset[int]
-Place: TypeAlias = Examples | Alike | Mixed
+Place: TypeAlias = Examples | Alike | Known | Joined | Mixed
+
+# Nothing depends on examples, and no rows are known to be alike.
+_NOT_KNOWN: Alike = frozenset()
+# Larger constants are not looked at.
+_LARGE = 1 << 16
 
 
 class Batch:
@@ -91,115 +118,151 @@ class Batch:
                 its type.
 
         Raises:
-            ArgumentTypeError: if one of them has no such axis, or has it of another
-                length.
+            ArgumentTypeError: if they have no such axis of one length.
         """
         counts = [aval.shape[0] if aval.shape else 0 for _, aval in inputs.values()]
-        self.count = counts[0] if counts else 0
+        # A table may stand before the batch: what most of them have is a batch.
+        self.count = max(counts, key=counts.count, default=0)
         for count, (where, aval) in zip(counts, inputs.values(), strict=True):
             if count != self.count or count < 2:
-                many = self.count if self.count > 1 else 'two or more'
-                raise errors.ArgumentTypeError(
-                    f'{where} is {aval.str_short()}, and has no axis of {many} '
-                    'examples in front.\n'
-                    'Name an argument that is the same for all batches in argnums=: '
-                    'late takes it, too. Name a key in each=.'
-                )
+                raise _no_axis(where, aval, self.count, inputs.values())
         self.places: dict[int, Place] = dict.fromkeys(inputs, Examples())
-        self.mixed: dict[int, str] = {}
+        self.mixed: dict[int, Mixed] = {}
+        self._walk = _Walk(self.count)
 
-    def mixes(self, step: Step, avals: Sequence[Any]) -> bool:
-        """Whether a step mixes examples. If not, it is noted where they are."""
-        ins = [
-            frozenset() if isinstance(x, Literal) else self.places.get(x, frozenset())
-            for x in step.ins
+    def mixed_in(self, step: Step) -> list[int]:
+        """The outputs of a step in which examples are mixed; notes where they are."""
+        outs = self._walk.equation(step.eqn, self._read(step.ins), step.site)
+        self.places.update(zip(step.outs, outs, strict=True))
+        found = {n: x for n, x in zip(step.outs, outs, strict=True) if _is_mixed(x)}
+        self.mixed.update(found)
+        return [*found]
+
+    def mixed_by(
+        self, eqn: Any, read: Sequence[Value], site: Site
+    ) -> tuple[list[bool], frozenset[int]]:
+        """For each output whether it is mixed, and the ids of what mixes in bodies."""
+        walk = _Walk(self.count)
+        outs = walk.equation(eqn, self._read(read), site)
+        return [*map(_is_mixed, outs)], frozenset(walk.mixing)
+
+    def can_be_kept(self, number: int) -> bool:
+        """Whether a value can be rows of examples."""
+        return not isinstance(self.places.get(number), Joined)
+
+    def note(self, number: int, constant: Any) -> None:
+        """Notes a constant of the program."""
+        self.places[number] = _of_constant(constant)
+
+    def _read(self, values: Iterable[Value]) -> list[Place]:
+        return [
+            _of_constant(x.val)
+            if isinstance(x, Literal)
+            else self.places.get(x, _NOT_KNOWN)
+            for x in values
         ]
-        if step.call:
-            operands = [
-                x.val if isinstance(x, Literal) else jaxprs.shape_of(avals[x])
-                for x in step.ins
-            ]
-            program = jax.make_jaxpr(step.call)(*operands)
-            outs = followed(program, ins, self.count, step.site)
-        else:
-            outs = _Walk(self.count).equation(step.eqn, ins, step.site)
-        found = _mixed_in(outs)
-        if found is None:
-            self.places.update(zip(step.outs, outs, strict=True))
-            return False
-        line = step.source if step.call else found.site.source(found.eqn)
-        what = f'{jaxprs.operation(found.eqn)} at {line}'
-        self.mixed.update(dict.fromkeys(step.outs, what))
-        return True
 
     def in_front(self, numbers: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-        """The arrays of some values, with the axis of the examples in front."""
-        places = map(self._place, numbers)
-        rows = zip(places, arrays, strict=True)
-        return [place.in_front(array, self.count) for place, array in rows]
+        """The arrays of some values, with the axis of the examples in front.
+
+        What is the same for all examples is repeated for each.
+        """
+        return [
+            place.in_front(x, self.count)
+            if isinstance(place := self.places[n], Examples)
+            else jnp.broadcast_to(x, (self.count, *x.shape))
+            for n, x in zip(numbers, arrays, strict=True)
+        ]
 
     def back(
         self, numbers: Sequence[int], arrays: Sequence[Any], avals: Sequence[Any]
     ) -> list[Any]:
         """Some values as they are in the program, of what ``in_front`` returned."""
-        rows = zip(numbers, arrays, strict=True)
-        return [self._place(n).back(array, avals[n].shape) for n, array in rows]
-
-    def is_of_examples(self, number: int) -> bool:
-        """Whether a value has an axis of examples."""
-        return isinstance(self.places[number], Examples)
-
-    def _place(self, number: int) -> Examples:
-        place = self.places[number]
-        assert isinstance(place, Examples)
-        return place
+        return [
+            place.back(x, avals[n].shape)
+            if isinstance(place := self.places[n], Examples)
+            else x[0]
+            for n, x in zip(numbers, arrays, strict=True)
+        ]
 
 
-def of_the_batch(split: Split, inputs: Mapping[int, tuple[str, Any]]) -> str:
-    """Says that rows of what is kept are not single examples; empty if they are.
+def _no_axis(
+    where: str, aval: Any, count: int, others: Iterable[tuple[str, Any]]
+) -> errors.ArgumentTypeError:
+    """The error for data without an axis of that many examples."""
+    of = 'two or more examples' if count < 2 else f'{count} examples'
+    beside = [f'{name} is {x.str_short()}' for name, x in others if name != where]
+    advice = (
+        'With examples=True, the first axis of each array of data is that of the '
+        'examples. If they are along another axis, move it to the front.\n'
+    )
+    return errors.ArgumentTypeError(
+        f'{where} is {aval.str_short()}, and has no axis of {of} in front'
+        f'{", as " + beside[0] if len(beside) == 1 else ""}.\n'
+        f'{advice if aval.shape else ""}'
+        'Name an argument that is the same for all batches in argnums=: late takes it, '
+        'too. Name a key in each=.'
+    )
+
+
+def of_the_batch(split: Any, inputs: Mapping[int, tuple[str, Any]]) -> str:
+    """Says that rows of what is kept are not single examples; empty if they may be.
 
     Args:
         split: a program that was split without looking at examples.
         inputs: the data of a batch, as for ``Batch``.
     """
-    whole = 'What is kept belongs to this batch as a whole'
-    unclear = f'{whole}. For rows of single examples, write examples=True.'
+    whole = 'If the data are a batch, what is kept belongs to all of it'
+    advice = 'For rows of single examples, write examples=True.'
     arrays = {n: named for n, named in inputs.items() if named[1].shape}
+    if not arrays:
+        return ''
     try:
         batch = Batch(arrays)
     except errors.ArgumentTypeError:
-        return unclear
-    for step in split.early:
-        if batch.mixes(step, split.avals):
-            return f'{whole}: {batch.mixed[step.outs[0]]} may mix its examples.'
+        return f'{whole}. {advice}'
+    mixed = next((found for step in split.early if (found := batch.mixed_in(step))), [])
+    if mixed:
+        return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
     rows = [
         batch.places.get(n) == Examples() and split.avals[n].shape[0] == batch.count
         for n in split.kept
+        if n in split.data
     ]
-    return '' if all(rows) else unclear
+    return '' if all(rows) else f'{whole}. {advice}'
 
 
 def followed(
     program: Any, ins: Sequence[Place], count: int, site: Site | None = None
 ) -> list[Place]:
     """Where so many examples are in the outputs of a program."""
-    return _Walk(count).body(program, ins, site or Site())
+    return [*map(_plain, _Walk(count).body(program, ins, site or Site()))]
 
 
 class _Walk:
-    """Follows so many examples through equations, bodies and loops."""
+    """Follows so many examples through equations, bodies and loops.
+
+    Attributes:
+        mixing: the ids of the equations that were seen to mix them, bodies apart.
+    """
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.mixing = count, set[int]()
 
     def body(self, closed: Any, ins: Sequence[Place], site: Site) -> list[Place]:
         """Where the examples are in the outputs of a jaxpr."""
         jaxpr = opened(closed)
         places: dict[Any, Place] = dict(zip(jaxpr.invars, ins, strict=True))
+        for var, value in zip(
+            jaxpr.constvars, getattr(closed, 'consts', ()), strict=False
+        ):
+            places[var] = _of_constant(value)
 
         def at(atom: Any) -> Place:
             is_constant = isinstance(atom, Literal)
-            return frozenset() if is_constant else places.get(atom, frozenset())
+            return (
+                _of_constant(atom.val) if is_constant else places.get(atom, _NOT_KNOWN)
+            )
 
         for eqn in jaxpr.eqns:
             outs = self.equation(eqn, [*map(at, eqn.invars)], site)
@@ -208,24 +271,63 @@ class _Walk:
 
     def equation(self, eqn: Any, ins: Sequence[Place], site: Site) -> list[Place]:
         """Where the examples are in the outputs of an equation."""
-        name, mixed = eqn.primitive.name, _mixed_in(ins)
-        is_call = name in (*jaxprs.JITTED, *jaxprs.CHECKPOINTS, *jaxprs.CUSTOM_CALLS)
-        if is_call:
-            return self.body(jaxprs.closed_body_of(eqn), ins, Site(eqn, site))
+        outs = self._equation(eqn, ins, site)
+        is_one = eqn.primitive.name in jaxprs.CUSTOM_CALLS or not jaxprs.within(eqn)
+        if is_one and any(map(_is_mixed, outs)):
+            self.mixing.add(id(eqn))
+        return outs
+
+    def _equation(self, eqn: Any, ins: Sequence[Place], site: Site) -> list[Place]:
+        name = eqn.primitive.name
+        if (body := jaxprs.called_by(eqn)) is not None:
+            return self.body(body, ins, Site(eqn, site))
         if name in EACH_BY_ITSELF:
             return [*ins]
+        if all(isinstance(place, Known) for place in ins) and _is_of_positions(eqn):
+            return _computed(eqn, ins)
+        if name == 'gather' and (found := self._row_of_each(eqn, ins)):
+            return [found]
+        places, ins = ins, [*map(_plain, ins)]
         if name in ('cond', 'while', 'scan'):
             return getattr(self, f'_{name}')(eqn, ins, site)
-        if mixed is not None:
+        if mixed := _mixed_in(ins):
             return [mixed] * len(eqn.outvars)
         has_examples = any(isinstance(place, Examples) for place in ins)
         if name == 'reshape' and isinstance(ins[0], Examples):
             return [self._reshape(eqn, ins[0], site)]
         known = axes_of(eqn)
         if known is None:
-            unknown = Mixed(eqn, site) if has_examples else frozenset[int]()
+            unknown = Mixed(eqn, site) if has_examples else _NOT_KNOWN
             return [unknown] * len(eqn.outvars)
-        return [self._from(axes, ins, eqn, site) for axes in known]
+        outs = [self._from(axes, ins, eqn, site) for axes in known]
+        has_positions = any(isinstance(place, Known) for place in places)
+        is_last = eqn.params.get('dimension') == eqn.outvars[0].aval.ndim - 1
+        if name == 'concatenate' and is_last and has_positions and _is_mixed(outs[0]):
+            return [Joined((*places,), outs[0])]
+        return outs
+
+    def _row_of_each(self, eqn: Any, ins: Sequence[Place]) -> Examples | None:
+        """The place in ``x[arange(n), index]``: each example reads a row of its own."""
+        place, indices, numbers = ins[0], ins[1], eqn.params['dimension_numbers']
+        if not (isinstance(place, Examples) and isinstance(indices, Joined)):
+            return None
+        columns = dict(zip(numbers.start_index_map, indices.columns, strict=False))
+        positions = columns.get(place.axis)
+        is_row = place.axis in numbers.collapsed_slice_dims
+        if not (is_row and place.inner == 1 and isinstance(positions, Known)):
+            return None
+        if len(columns) != len(indices.columns):
+            return None
+        rows = positions.value[..., 0]
+        for axis, length in enumerate(rows.shape):
+            own = np.arange(length).reshape([-1] + [1] * (rows.ndim - axis - 1))
+            if length != self.count or (rows != own).any():
+                continue
+            others = [_plain(x) for x in columns.values() if x is not positions]
+            if all(x == Examples(axis) or _is_alike([(0, axis)], [x]) for x in others):
+                outs = range(eqn.outvars[0].aval.ndim)
+                return Examples([j for j in outs if j not in numbers.offset_dims][axis])
+        return None
 
     def _from(self, axes: Axes, ins: Sequence[Place], eqn: Any, site: Site) -> Place:
         """The place in an output, by what its axes come from."""
@@ -267,7 +369,11 @@ class _Walk:
             [again] = self.body(params['cond_jaxpr'], [*ins[:first], *carry], inside)
             if isinstance(again, Mixed):
                 return [again] * len(carry)
-            return self.body(params['body_jaxpr'], [*ins[first:start], *carry], inside)
+            outs = self.body(params['body_jaxpr'], [*ins[first:start], *carry], inside)
+            if not isinstance(again, Examples):
+                return outs
+            # Mapped: each example has turns of its own.
+            return [self._either((again, place), eqn, site) for place in outs]
 
         return self._settled(turn, [*ins[start:]], eqn, site)
 
@@ -304,6 +410,7 @@ class _Walk:
 
     def _either(self, places: Sequence[Place], eqn: Any, site: Site) -> Place:
         """The place of examples in a value that is one of several."""
+        places = [*map(_plain, places)]
         if mixed := _mixed_in(places):
             return mixed
         known = {place for place in places if isinstance(place, Examples)}
@@ -320,6 +427,50 @@ def _has_examples(place: Place) -> TypeGuard[Examples]:
     return isinstance(place, Examples)
 
 
+def _is_mixed(place: Place) -> TypeGuard[Mixed]:
+    return isinstance(place, Mixed)
+
+
+def _is_small(value: Any) -> bool:
+    """Whether an array may hold positions: integers or bools, and not too many."""
+    is_whole = isinstance(value, (np.ndarray, jax.Array)) or np.isscalar(value)
+    is_whole = is_whole and not isinstance(value, Tracer)
+    return is_whole and _may_be_positions(jax.typeof(value))
+
+
+def _may_be_positions(aval: Any) -> bool:
+    return getattr(aval.dtype, 'kind', '') in ('i', 'u', 'b') and aval.size <= _LARGE
+
+
+def _of_constant(value: Any) -> Place:
+    return Known(np.asarray(value)) if _is_small(value) else _NOT_KNOWN
+
+
+def _is_of_positions(eqn: Any) -> bool:
+    return is_cheap(eqn) and all(_may_be_positions(var.aval) for var in eqn.outvars)
+
+
+def _computed(eqn: Any, ins: Sequence[Any]) -> list[Place]:
+    """The outputs of an equation that reads known values alone."""
+    with jax.ensure_compile_time_eval():
+        outs = jaxprs.bind(eqn, [jnp.asarray(x.value) for x in ins])
+    return [Known(np.asarray(x)) for x in outs]
+
+
+def _plain(place: Place) -> Any:
+    """The place of an array of which nothing else is known.
+
+    Of a constant these are the axes along which its rows are alike.
+    """
+    if isinstance(place, Joined):
+        return place.mixed
+    if not isinstance(place, Known):
+        return place
+    x = place.value
+    axes = range(x.ndim)
+    return frozenset(n for n in axes if not x.size or (x == x.take([0], n)).all())
+
+
 def _mixed_in(places: Iterable[Place]) -> Mixed | None:
     return next((place for place in places if isinstance(place, Mixed)), None)
 
@@ -333,8 +484,9 @@ def _is_alike(found: Iterable[tuple[int, int]] | None, ins: Sequence[Place]) -> 
 
 def _shifted(place: Place, by: int) -> Place:
     """The place with one axis more or less in front."""
-    if isinstance(place, Mixed):
-        return place
-    if isinstance(place, Examples):
-        return place._replace(axis=place.axis + by)
-    return frozenset(axis + by for axis in place if axis + by >= 0)
+    plain: Examples | Alike | Mixed = _plain(place)
+    if isinstance(plain, Mixed):
+        return plain
+    if isinstance(plain, Examples):
+        return plain._replace(axis=plain.axis + by)
+    return frozenset(axis + by for axis in plain if axis + by >= 0)

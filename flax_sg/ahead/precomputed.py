@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import linen
 
 from flax_sg import errors, filters
-from flax_sg.ahead.arguments import (
-    Argument,
-    Name,
-    arrays_in,
-    check,
-    check_keywords,
-    named_in,
-    words_of,
-)
-from flax_sg.ahead.examples import Batch, of_the_batch
-from flax_sg.ahead.report import Root, kept_of, obstacles, report
-from flax_sg.ahead.rows import Mask
-from flax_sg.ahead.split import split
-from flax_sg.ahead.steps import Split, Step
-from flax_sg.ahead.writes import Watch, Write, changed_by, put
+from flax_sg.ahead.arguments import Name, check
+from flax_sg.ahead.examples import Batch
+from flax_sg.ahead.report import Report
+from flax_sg.ahead.split import Split, split
+from flax_sg.ahead.steps import Step, numbers_in, run
+from flax_sg.ahead.traced import Traced, traced
+from flax_sg.ahead.writes import put
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
-from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
-from flax_sg.trees.trainable import DECLARED, Declared, chosen
+from flax_sg.trees.trainable import DECLARED, Declared
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,21 +31,44 @@ class Precomputed:
     each step; and what mixes the examples of a batch in what is kept.
     """
 
+    _traced: Traced
     _split: Split
-    _arguments: dict[Name, Argument]
-    _params: tuple[int, ...]
-    _each: tuple[Name, ...]
-    _out: Any
-    _outputs: tuple[str, ...]
-    _writes: list[Write]
-    _data: dict[int, tuple[str, Any]]
     _batch: Batch | None
-    _roots: dict[int, Root]
 
     @property
     def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shapes of what is kept."""
         return tuple(map(jaxprs.shape_of, self._types))
+
+    @property
+    def axes(self) -> list[int | None]:
+        """For ``jax.vmap``, where examples are in what is kept of the loss of one.
+
+        0 for what depends on the data, and None for what does not: it is kept once.
+        """
+        return [0 if n in self._split.data else None for n in self._split.kept]
+
+    @property
+    def reads(self) -> filters.Filter:
+        """The parameters that ``late`` reads, for ``sg.partition``.
+
+        Others may be ABSENT. Those that change are among them, read or not.
+        """
+        read = self._split.changing.union(numbers_in(self._split.outputs))
+        read.update(n for step in self._split.late for n in step.read())
+        known, found = set[Any](), set[Any]()
+        for k, (name, paths) in enumerate(self._traced.own.items()):
+            slots = self._traced.arguments[name].slots
+            for path, own in zip(paths, slots, strict=True):
+                where, names = path.place
+                # Late has the arguments with parameters first.
+                place = (
+                    where,
+                    (str(k), *names[1:]) if self._traced.has_positions else names,
+                )
+                known.add(place)
+                found.update(() if read.isdisjoint(own) else {place})
+        return filters.Derived(frozenset(found), frozenset(known), 'ahead.reads')
 
     @property
     def _types(self) -> list[Any]:
@@ -73,7 +83,7 @@ class Precomputed:
 
     def early(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Computes once what is kept, of the arguments but for those in ``each=``."""
-        names = [name for name in self._arguments if name not in self._each]
+        names = [n for n in self._traced.arguments if n not in self._traced.each]
         values = self._values('early', names, args, kwargs)
         return self._in_front(
             self._run('early', self._split.early, values, self._split.kept)
@@ -86,16 +96,16 @@ class Precomputed:
         the function writes to a model of NNX is written: running averages, counts of
         random keys.
         """
-        first = len(self._params)
-        names: list[Name] = [*self._params, *self._each]
+        first = len(self._traced.own)
+        names: list[Name] = [*self._traced.own, *self._traced.each]
         if len(args) <= first:
             raise self._miscounted('late', names, 1)
         others = (*args[:first], *args[first + 1 :])
         values = self._values('late', names, others, kwargs, 1)
         # The part of a fixed parameter's gradient that goes through what is kept is
         # lost. So it has none, whoever differentiates.
-        for slot, array in values.items():
-            values[slot] = self._stopped(slot, array)
+        for slot in values.keys() - self._split.changing:
+            values[slot] = jax.lax.stop_gradient(values[slot])
         kept = jax.tree.leaves(args[first])
         if len(kept) != len(self._split.kept):
             raise errors.ArgumentTypeError(
@@ -105,35 +115,25 @@ class Precomputed:
             )
         for n, (array, aval) in enumerate(zip(kept, self._types, strict=True)):
             check(f'Array {n} of what is kept', array, aval)
+            kept[n] = jaxprs.placed(array, aval)
         if self._batch is not None:
             kept = self._batch.back(self._split.kept, kept, self._split.avals)
         values.update(zip(self._split.kept, kept, strict=True))
         out = self._run('late', self._split.late, values, self._split.outputs)
-        count = self._out.num_leaves
         positions = (name for name in names if isinstance(name, int))
         given = {**dict(zip(positions, others, strict=True)), **kwargs}
-        written = {write.name for write in self._writes}
-        holders = {n: self._arguments[n].holders(given[n]) for n in written}
-        put(self._writes, holders, out[count:])
-        return jax.tree.unflatten(self._out, out[:count])
-
-    def _stopped(self, slot: int, array: Any) -> Any:
-        """An input whose gradient ends where it does not change."""
-        rows = self._split.rows.get(slot)
-        is_plain = rows is None or not self._split.reads_fixed_rows(slot)
-        if slot in self._split.changing and is_plain:
-            return array
-        stopped = jax.lax.stop_gradient(array)
-        if rows is None:
-            return stopped
-        mask = rows.changes.reshape(-1, *(1 for _ in array.shape[1:]))
-        return jnp.where(mask, array, stopped)
+        treedef, writes = self._traced.treedef, self._traced.writes
+        written = {write.name for write in writes}
+        holders = {n: self._traced.arguments[n].holders(given[n]) for n in written}
+        put(writes, holders, out[treedef.num_leaves :])
+        return jax.tree.unflatten(treedef, out[: treedef.num_leaves])
 
     def __str__(self) -> str:
-        text = report(self._split, self._outputs, self._roots)
-        is_whole = self._batch is None and self._split.kept
-        note = of_the_batch(self._split, self._data) if is_whole else ''
-        return f'{text}\n{note}' if note else text
+        return str(self._report)
+
+    @property
+    def _report(self) -> Report:
+        return Report(self._traced, self._split, self._batch)
 
     def __repr__(self) -> str:
         kept = ', '.join(self._split.avals[n].str_short() for n in self._split.kept)
@@ -146,8 +146,7 @@ class Precomputed:
         for step in (*steps, None):
             read = step.read() if step else [x for x in asked if isinstance(x, int)]
             if missing := {*read} - known:
-                twins = {rows.twin: n for n, rows in self._split.rows.items()}
-                slot = min(twins.get(n, n) for n in missing)
+                slot = min(missing)
                 line = step.source if step else ''
                 raise errors.AbsentLeafError(
                     f'{self._name_of(slot)} is ABSENT, and {part} reads it'
@@ -155,12 +154,12 @@ class Precomputed:
                     'Give its value. ABSENT may be what a part does not read.'
                 )
             known.update(step.outs if step else ())
-        return self._split.run(steps, values, asked)
+        return run(steps, {**self._split.constants, **values}, asked)
 
     def _name_of(self, slot: int) -> str:
         places = (
             argument.at(number)
-            for argument in self._arguments.values()
+            for argument in self._traced.arguments.values()
             for number, slots in enumerate(argument.slots)
             if slot in slots
         )
@@ -181,23 +180,20 @@ class Precomputed:
             raise self._miscounted(part, names, kept)
         given = {**dict(zip(positions, args, strict=True)), **kwargs}
         # Errors count as the caller does.
-        others = kept and len(self._params)
+        others = kept and len(self._traced.own)
         own: dict[Name, Name] = {
             name: n + (n >= others) * kept for n, name in enumerate(positions)
         }
         values: dict[int, Any] = {}
         for name, arg in given.items():
-            argument = self._arguments[name]._replace(name=own.get(name, name))
+            argument = self._traced.arguments[name]._replace(name=own.get(name, name))
             values.update(argument.values(arg, self._split.avals))
-        for n, rows in self._split.rows.items():
-            if n in values:
-                values[rows.twin] = values[n]
         return values
 
     def _miscounted(self, part: str, names: Sequence[Name], kept: int) -> TypeError:
-        arguments = [self._arguments[name] for name in names]
+        arguments = [self._traced.arguments[name] for name in names]
         words = [argument.as_written for argument in arguments]
-        first = len(self._params)
+        first = len(self._traced.own)
         words = [*words[:first], 'kept', *words[first:]] if kept else words
         return TypeError(
             f'{part} was given other arguments than precompute traced.\n'
@@ -233,11 +229,12 @@ def precompute(
     ``sg.grad``. Values are those of ``fun``; jitted, they may differ in the last bits.
 
     Args:
-        fun: a function of arrays, without effects in what is computed once; or an
-            unbound module for its ``apply``, as for ``sg.live``.
+        fun: a function of arrays, or an unbound module for its ``apply``, as for
+            ``sg.live``. What an effect returns, such as a read of a ref, changes.
         params: its first argument, or the shapes.
-        *args: its other arguments, or their shapes. Those not in ``each`` are data.
-            Python numbers in data are constants, such as ``train=True``.
+        *args: its other arguments, or their shapes. Those not in ``each`` are data,
+            Python numbers included. A bool is a flag: a constant, and so is a number
+            whose value the function asks for.
         argnums: which arguments hold the parameters.
         wrt: the parameters that are trained: those that change from step to step, or
             rows of these. Of a stack, the first layers are computed once if they are
@@ -247,7 +244,8 @@ def precompute(
             state.
         examples: whether all data hold examples along their first axis. Then all that
             is kept has this axis in front, and its rows may be shuffled, stored and
-            indexed. ``early`` and ``late`` take as many examples as were traced.
+            indexed. ``early`` and ``late`` take as many examples as were traced, and
+            numbers are constants. What reads no data is made at each step.
         **kwargs: keyword arguments of the function. They are given by name to
             ``early``, or to ``late`` if they are in ``each``.
 
@@ -255,138 +253,24 @@ def precompute(
         An object with two functions. ``early`` takes the arguments but for those in
         ``each``, and returns what is kept. ``late`` takes the arguments of
         ``argnums``, then what is kept, then those in ``each``. What one of them does
-        not read may be ``sg.ABSENT``: frozen weights of ``late``.
+        not read may be ``sg.ABSENT``: ``reads`` is a filter of what late reads. For
+        ``jax.vmap`` of the loss of one example, ``axes`` tells what is kept once.
 
     Raises:
-        ArgumentTypeError: when ``each`` names parameters or no argument, when an effect
-            would be computed once, or for arguments of another structure or shape than
-            traced. With ``examples``, when data have no axis of examples, or when a
-            frozen module reads what mixes them, such as a batch mean.
+        ArgumentTypeError: when ``each`` names parameters or no argument, or for
+            arguments of another structure or shape than traced. With ``examples``, when
+            data have no axis of examples, or when a frozen module reads what mixes
+            them, such as a batch mean.
         AbsentLeafError: at the call, when a leaf is ABSENT that is read.
     """
-    check_keywords(fun, kwargs)
     args = (params, *args)
-    own = arguments_of(args, argnums)
-    changing = named_in(each, len(args), kwargs, own)
-    trained = dict(zip(own, chosen([*own.values()], wrt), strict=True))
-    trees: dict[Name, Leaves] = dict(enumerate(map(leaves_of, args)))
-    trees.update({name: leaves_of(arg) for name, arg in kwargs.items()})
-    inputs: list[Any] = []
-    run = fun.apply if isinstance(fun, linen.Module) else fun
-    words: dict[Name, str] = dict(enumerate(words_of(run, len(args))))
-    arguments = {
-        name: Argument.of(
-            name, words.get(name, ''), tree, inputs, name in own or name in changing
-        )
-        for name, tree in trees.items()
-    }
-    form: list[Any] = []
-
-    def of_arrays(arrays: list[Any]) -> list[Any]:
-        given = {name: arguments[name].restored(trees[name], arrays) for name in trees}
-        watches = {name: Watch(arguments[name], arg) for name, arg in given.items()}
-        named = {name: given[name] for name in kwargs}
-        out = run(*(given[n] for n in range(len(args))), **named)
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(out)
-        found = [pair for watch in watches.values() for pair in watch.writes()]
-        paths = [path_of(keys) for keys, _ in pairs]
-        form[:] = treedef, paths, [write for write, _ in found]
-        return [leaf for _, leaf in pairs] + [x for _, new in found for x in new]
-
-    program = jax.make_jaxpr(of_arrays)(inputs)
-    treedef, paths, found = form
-    changed = changed_by(program, found, len(paths))
-    lost = [x.name for x, _ in changed if x.name not in (*own, *changing)]
-    changed = [row for row in changed if row[0].name not in lost]
-    writes = [write for write, _ in changed]
-    asked = [*range(len(paths)), *(n for _, numbers in changed for n in numbers)]
-    paths += [''] * (len(asked) - len(paths))
-    written = {slot for write in writes for slot in write.slots}
-    changes: list[bool | Mask] = [False] * len(inputs)
-    is_data = [False] * len(inputs)
-    for name, argument in arguments.items():
-        for number, slots in enumerate(argument.slots):
-            for slot in slots:
-                if name in own:
-                    path, leaf = trees[name].paths[number], trees[name].values[number]
-                    takes = slot in written or trained[name][number]
-                    changes[slot] = _trained(takes, leaf, path)
-                else:
-                    changes[slot] = name in changing
-                is_data[slot] = name not in own
-    data = [a for name, a in arguments.items() if name not in (*own, *changing)]
-    of_data = arrays_in(data, program.in_avals)
-    batch = Batch(of_data) if examples else None
-    mixes = batch and batch.mixes
-    parts = split(program, changes, is_data, mixes=mixes, asked=asked)
-    roots = _roots(arguments, own, written, batch)
-    if batch is not None:
-        _check_apart(parts, batch, roots)
-    made = Precomputed(
-        *(parts, arguments, tuple(own), changing, treedef),
-        *(paths, writes, of_data, batch, roots),
-    )
-    if lost:
-        warnings.warn(
-            f'{describe(fun)} writes to {arguments[lost[0]].title}, a model of NNX, '
-            'and early and late do not.\n'
-            'Name the argument in argnums=, so that late writes to it, or call its '
-            'eval().',
-            stacklevel=2,
-        )
-    if not parts.early:
-        warnings.warn(
-            'Nothing is computed once: all that costs something reads what changes.\n'
-            f'{made}',
-            stacklevel=2,
-        )
+    found = traced(fun, args, kwargs, argnums, wrt, each, examples)
+    batch = Batch(found.data) if examples else None
+    parts = split(found.program, found.changes, found.is_data, batch)
+    made = Precomputed(found, parts, batch)
+    says = Report(found, parts, batch)
+    says.check_apart()
+    for line in (says.lost(describe(fun)), says.worth(wrt)):
+        if line:
+            warnings.warn(line, stacklevel=2)
     return made
-
-
-def _trained(takes: Any, leaf: Any, path: str) -> bool | Mask:
-    """Whether a leaf is trained, or which of its rows."""
-    if not isinstance(takes, filters.Part) or not jnp.ndim(leaf):
-        return bool(takes)
-    shape = jnp.shape(leaf)
-    with contextlib.suppress(errors.PartError):  # The program tells which.
-        mask = np.asarray(takes.mask(shape, path).any(tuple(range(1, len(shape)))))
-        return mask if mask.size > 1 else bool(mask)
-    return True
-
-
-def _roots(
-    arguments: Mapping[Name, Argument],
-    own: Collection[Name],
-    written: Set[int],
-    batch: Batch | None,
-) -> dict[int, Root]:
-    """What the inputs are, and the values in which examples are mixed."""
-    mixed = batch.mixed if batch else {}
-    roots = {number: Root(what, 'mix', '') for number, what in mixed.items()}
-    for name, argument in arguments.items():
-        for path, slots in zip(argument.paths, argument.slots, strict=True):
-            is_own = name in own
-            kind = 'parameter' if is_own else 'argument'
-            root = Root(path if is_own else argument.title, kind, path)
-            roots.update(dict.fromkeys(slots, root))
-            state = dict.fromkeys(written & {*slots}, Root(path, 'written', path))
-            roots.update(state)
-    return roots
-
-
-def _check_apart(parts: Split, batch: Batch, roots: Mapping[int, Root]) -> None:
-    """Raises if a frozen module, or what is kept, is not of single examples."""
-    faults = [str(row) for row in obstacles(parts, roots) if row.reason.kind == 'mix']
-    faults += [
-        f'{row.type} ({row.line}) is the same for all examples.'
-        for number, row in zip(parts.kept, kept_of(parts), strict=True)
-        if not batch.is_of_examples(number)
-    ]
-    if faults:
-        raise errors.ArgumentTypeError(
-            f'{faults[0]}\n'
-            'With examples=True, what is frozen is computed for each example by '
-            'itself. An operation that flax_sg does not know counts as mixing them.\n'
-            "Write nn.Frozen(module, state='eval') for a module that normalizes over "
-            'the batch, or leave examples= out.'
-        )

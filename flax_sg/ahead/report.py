@@ -2,137 +2,175 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
-from flax_sg.ahead.costs import is_cheap
-from flax_sg.ahead.flops import flops_of_steps
-from flax_sg.ahead.steps import Split, Step, Value, is_in
+from flax_sg import errors, filters
+from flax_sg.ahead.costs import bytes_of, flops_of
+from flax_sg.ahead.examples import Batch, of_the_batch
+from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
+from flax_sg.ahead.split import Split
+from flax_sg.ahead.steps import makers_of
+from flax_sg.ahead.traced import Traced
 from flax_sg.internals import jaxprs
 from flax_sg.rendering import text
+from flax_sg.trees.trainable import Declared
 
 # How many obstacles a report shows.
 _SHOWN = 8
+# Much is kept if it is some kilobytes, and some times the data. It is worth that from
+# this share of the flops on.
+_KILOBYTES, _TIMES, _WORTH = 4096, 4, 0.2
 
 
-class Root(NamedTuple):
-    """What something is that changes, or a frozen parameter, for a report.
+class Report:
+    """What is said of a split."""
 
-    Attributes:
-        name: the path of a parameter, the name of another argument, or the operation
-            that mixes examples and its line.
-        kind: ``'parameter'``, ``'argument'``, ``'written'`` or ``'mix'``.
-        path: where it is in its argument.
-    """
-
-    name: str
-    kind: str
-    path: str
-
-
-class Kept(NamedTuple):
-    """A value that is kept: its type, its bytes, and the line that makes it."""
-
-    type: str
-    bytes: int
-    line: str
-
-
-def kept_of(split: Split) -> list[Kept]:
-    """The values that are kept."""
-    makers = {n: step for step in split.steps for n in step.outs}
-    rows: list[Kept] = []
-    for number in split.kept:
-        aval, step = split.avals[number], makers.get(number)
-        line = f'{jaxprs.operation(step.eqn)} at {step.source}' if step else 'an input'
-        rows.append(Kept(aval.str_short(), aval.size * aval.dtype.itemsize, line))
-    return rows
-
-
-class Obstacle(NamedTuple):
-    """Why some frozen parameters are read at each step.
-
-    Attributes:
-        module: the module of the parameters, as far as it tells it from the reason.
-        reason: the module of a trained parameter, an argument, or what mixes examples.
-        line: where the reason meets the data.
-        is_dropout: whether it does so in dropout.
-    """
-
-    module: str
-    reason: Root
-    line: str
-    is_dropout: bool = False
+    def __init__(self, traced: Traced, split: Split, batch: Batch | None) -> None:
+        self._traced, self._split, self._batch = traced, split, batch
+        early, late = (
+            flops_of(step.eqn for step in steps) for steps in (split.early, split.late)
+        )
+        self._share = early / (early + late) if early + late else 0.0
+        self._kept = sum(bytes_of(split.avals[n]) for n in split.kept)
+        self._data = sum(bytes_of(aval) for _, aval in traced.data.values())
 
     def __str__(self) -> str:
-        name, line = self.reason.name, self.line + ', in dropout' * self.is_dropout
-        why = {
-            'parameter': f'it reads {name}, which is trained, at {self.line}',
-            'argument': f'{name}, which is in each=, enters at {line}',
-            'written': f'{name}, which the function writes, enters at {line}',
-            'mix': f'{name} mixes the examples of a batch',
-        }
-        return f'{self.module} is computed at each step: {why[self.reason.kind]}.'
-
-
-def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
-    """The frozen modules that are computed at each step.
-
-    Args:
-        split: the program.
-        roots: what its inputs are, and the values in which examples are mixed.
-    """
-    # For each value that changes the roots that it depends on and that change.
-    changing = {n: {n} for n in roots if n in split.changing}
-    # For each value that is made of frozen parameters alone what these are.
-    frozen = {
-        n: {n}
-        for n, root in roots.items()
-        if root.kind == 'parameter'
-        and n not in changing
-        and not jnp.issubdtype(split.avals[n].dtype, jax.dtypes.prng_key)
-    }
-    enters: dict[int, Step] = {}
-    # Values that are drawn, and depend on no data yet.
-    drawn: set[int] = set()
-    makers = {n: step for step in split.steps for n in step.outs}
-    in_late = {id(step) for step in split.late}
-    rows: dict[Obstacle, None] = {}
-    for step in split.steps:
-        read = step.read()
-        # An operation that mixes examples is a reason itself. A part of an equation is
-        # none: what is frozen in it may come before that.
-        values = (*read, *step.outs) if step.call is None else read
-        reasons = set[int]().union(*(changing.get(n, ()) for n in values))
-        weights = set[int]().union(*(frozen.get(n, ()) for n in read))
-        if not reasons:
-            if weights and split.data.isdisjoint(read):
-                frozen.update(dict.fromkeys(step.outs, weights))
-            continue
-        changing.update(dict.fromkeys(step.outs, reasons))
-        if step.eqn.primitive.name == 'random_bits' or (
-            not drawn.isdisjoint(read) and split.data.isdisjoint(read)
+        makers, lines = makers_of(self._split.steps), list[str]()
+        cells: list[list[str]] = []
+        for number in self._split.kept:
+            aval, step = self._split.avals[number], makers.get(number)
+            made = (
+                f'{jaxprs.operation(step.eqn)} at {step.source}' if step else 'an input'
+            )
+            cells.append([aval.str_short(), f'{bytes_of(aval):,}', made])
+        if cells:
+            lines += [text.table(['kept', 'bytes', 'made by'], cells, ['bytes']), '']
+        of_data = f', for {self._data:,} bytes of data' if self._data else ''
+        lines.append(
+            f'{self._share:.1%} of the flops are done once; {self._kept:,} bytes are '
+            f'kept{of_data}.'
+        )
+        found = self._obstacles
+        lines += map(str, found[:_SHOWN])
+        if len(found) > _SHOWN:
+            lines.append(f'So are {len(found) - _SHOWN} others.')
+        lines += dict.fromkeys(_without_dropout(row) for row in found if row.is_dropout)
+        written = self._written()
+        lines += [
+            f'{name} is written by the function. What is computed once reads the value '
+            'that early gets.'
+            for name in written
+        ]
+        if written:
+            lines.append(
+                'To go on from step to step, it needs an argument of its own in each=.'
+            )
+        if self._batch is None and (
+            note := of_the_batch(self._split, self._traced.data)
         ):
-            drawn.update(step.outs)
-        for n in read:
-            for reason in reasons - changing.get(n, set()):
-                if n in changing or n in split.data:
-                    enters.setdefault(reason, step)
-        if weights and not is_cheap(step.eqn) and id(step) in in_late:
-            # Of several reasons the one that enters first.
-            reason = next((n for n in enters if n in reasons), min(reasons))
-            entry = enters.get(reason, step)
-            is_dropout = _is_dropout(entry, drawn, makers)
-            for weight in sorted(weights):
-                row = _obstacle(roots[weight], roots[reason], entry.source)
-                rows.setdefault(row._replace(is_dropout=is_dropout))
-    return [*rows]
+            lines.append(note)
+        return '\n'.join(lines)
+
+    def check_apart(self) -> None:
+        """Raises if a frozen module is not of single examples."""
+        row = next((x for x in self._obstacles if x.reason.kind == 'mix'), None)
+        if row is None:
+            return
+        where, aval = next(iter(self._traced.data.values()))
+        operation = row.reason.name.partition(' at ')[0]
+        advice = 'Split the loss of one example, and map it by jax.vmap.'
+        if operation in ('concatenate', 'slice', 'split', 'stack', 'reshape'):
+            advice = f'Are two views joined, such as chosen beside rejected? {advice}'
+        if operation.startswith('reduce'):
+            advice = (
+                "Write nn.Frozen(module, state='eval') for a module that normalizes "
+                f'over the batch. {advice}'
+            )
+        raise errors.ArgumentTypeError(
+            f'{row}\n'
+            'With examples=True, what is frozen is computed for each example by '
+            'itself, and the first axis of all data is that of the examples: '
+            f'{where} is {aval.str_short()}. If they are along another axis, move it '
+            'to the front in the data, and back in the loss.\n'
+            f'{advice}'
+        )
+
+    def lost(self, function: str) -> str:
+        """Warns of what neither part writes."""
+        if not self._traced.lost:
+            return ''
+        argument = self._traced.arguments[self._traced.lost[0]]
+        return (
+            f'{function} writes to {argument.title}, a model of NNX, and early and '
+            'late do not.\n'
+            'Name the argument in argnums=, so that late writes to it, or call its '
+            'eval().'
+        )
+
+    def worth(self, wrt: filters.Where | Declared) -> str:
+        """Warns if nothing is computed once, or if much is kept for little."""
+        if not self._split.early:
+            hint = (
+                'Without wrt=, all parameters count as trained: write '
+                'wrt=sg.live(loss, params, ...).\n'
+            )
+            return (
+                'Nothing is computed once: all that costs something reads what changes'
+                f'{", or no example" * (self._batch is not None)}.\n'
+                f'{hint * isinstance(wrt, Declared)}{self}'
+            )
+        much = max(_KILOBYTES, _TIMES * self._data)
+        if self._data and self._share < _WORTH and self._kept > much:
+            return (
+                f'Much is kept for little: {self._kept:,} bytes for {self._data:,} '
+                f'bytes of data, and {self._share:.1%} of the flops are done once.\n'
+                f'{self}'
+            )
+        return ''
+
+    @functools.cached_property
+    def _roots(self) -> dict[int, Root]:
+        """What the inputs are, and the values in which examples are mixed."""
+        mixed = self._batch.mixed if self._batch else {}
+        roots = {number: Root(str(what), 'mix') for number, what in mixed.items()}
+        written = {slot for write in self._traced.writes for slot in write.slots}
+        for name, argument in self._traced.arguments.items():
+            for path, slots in zip(argument.paths, argument.slots, strict=True):
+                is_own = name in self._traced.own
+                kind = 'parameter' if is_own else 'argument'
+                root = Root((is_own and path) or argument.title, kind, path)
+                roots.update(dict.fromkeys(slots, root))
+                state = Root(path, 'written', path)
+                roots.update(dict.fromkeys(written & {*slots}, state))
+        for step in self._split.late:
+            if jaxprs.has_effect(step.eqn):
+                what = Root(f'{jaxprs.operation(step.eqn)} at {step.source}', 'effect')
+                roots.update(dict.fromkeys(step.outs, what))
+        return roots
+
+    @functools.cached_property
+    def _obstacles(self) -> list[Obstacle]:
+        return obstacles(self._split, self._roots)
+
+    def _written(self) -> list[str]:
+        """The parameters and running averages that early reads and a step writes.
+
+        A step writes a value if an output has the same path and shape.
+        """
+        split, found = self._split, list[str]()
+        read = {*split.kept, *(n for step in split.early for n in step.read())}
+        for number, root in self._roots.items():
+            if not root.path or number not in read:
+                continue
+            for path, output in zip(self._traced.outputs, split.outputs, strict=True):
+                if isinstance(output, Literal) or output == number:
+                    continue
+                is_same = f'/{path}'.endswith(f'/{root.path}')
+                if is_same and split.avals[output].shape == split.avals[number].shape:
+                    found.append(root.path)
+        return [*dict.fromkeys(found)]
 
 
 def _without_dropout(row: Obstacle) -> str:
@@ -143,83 +181,3 @@ def _without_dropout(row: Obstacle) -> str:
         "To turn dropout off there, write nn.Frozen(module, state='eval'). To draw "
         f'once for a batch, leave {row.reason.name} out of each=.'
     )
-
-
-def _is_dropout(step: Step, drawn: set[int], makers: Mapping[int, Step]) -> bool:
-    """Whether a step puts zeros where a mask was drawn."""
-    if step.eqn.primitive.name != 'select_n' or not is_in(step.ins[0], drawn):
-        return False
-    return any(_is_zero(value, makers) for value in step.ins[1:])
-
-
-def _is_zero(value: Value, makers: Mapping[int, Step]) -> bool:
-    if isinstance(value, Literal):
-        return not np.any(value.val)
-    step = makers.get(value)
-    if step is None or step.eqn.primitive.name != 'broadcast_in_dim':
-        return False
-    return all(_is_zero(x, makers) for x in step.ins)
-
-
-def _obstacle(weight: Root, reason: Root, line: str) -> Obstacle:
-    """Two paths as far as the first name in which they differ."""
-    if reason.kind != 'parameter':
-        return Obstacle(weight.name.partition('/')[0], reason, line)
-    names = [weight.name.split('/'), reason.name.split('/')]
-    pairs = zip(*names, strict=False)
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    module, other = ('/'.join(path[: same + 1]) for path in names)
-    return Obstacle(module, reason._replace(name=other), line)
-
-
-def written(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> list[str]:
-    """The parameters and running averages that early reads and a step writes.
-
-    A step writes a value if an output has the same path and shape.
-
-    Args:
-        split: the program.
-        paths: the path of each output.
-        roots: what the inputs are.
-    """
-    found: list[str] = []
-    read = {*split.kept, *(n for step in split.early for n in step.read())}
-    for number, root in roots.items():
-        if root.kind == 'mix' or not root.path or number not in read:
-            continue
-        for path, output in zip(paths, split.outputs, strict=True):
-            if isinstance(output, Literal) or output == number:
-                continue
-            is_same = f'/{path}'.endswith(f'/{root.path}')
-            if is_same and split.avals[output].shape == split.avals[number].shape:
-                found.append(root.path)
-    return [*dict.fromkeys(found)]
-
-
-def report(split: Split, paths: Sequence[str], roots: Mapping[int, Root]) -> str:
-    """All of this as text."""
-    rows = kept_of(split)
-    lines: list[str] = []
-    if rows:
-        cells = [[row.type, f'{row.bytes:,}', row.line] for row in rows]
-        lines += [text.table(['kept', 'bytes', 'made by'], cells, ['bytes']), '']
-    once, late = map(flops_of_steps, (split.early, split.late))
-    share = once / (once + late) if once + late else 0.0
-    total = sum(row.bytes for row in rows)
-    lines.append(f'{share:.1%} of the flops are done once; {total:,} bytes are kept.')
-    found = obstacles(split, roots)
-    lines += map(str, found[:_SHOWN])
-    if len(found) > _SHOWN:
-        lines.append(f'So are {len(found) - _SHOWN} others.')
-    lines += dict.fromkeys(_without_dropout(row) for row in found if row.is_dropout)
-    names = written(split, paths, roots)
-    for name in names:
-        lines.append(
-            f'{name} is written by the function. What is computed once reads the value '
-            'that early gets.'
-        )
-    if names:
-        lines.append(
-            'To go on from step to step, it needs an argument of its own in each=.'
-        )
-    return '\n'.join(lines)

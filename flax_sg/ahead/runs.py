@@ -1,108 +1,129 @@
-"""The first turns of a loop, which read only frozen layers of its stacks."""
+"""Values whose rows come in runs: some known, some that change.
+
+A stack of layers of which some are trained is joined of both. What works on each row by
+itself works on each run by itself, and a loop over the rows becomes one loop for each.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.core import Tracer
+from jax.extend.core import Literal, jaxpr_as_fun
 
-from flax_sg.ahead.rows import Mask
-from flax_sg.ahead.steps import Step, Value, made_by, numbers_in, run
+from flax_sg.ahead.axes import ELEMENTWISE
+from flax_sg.ahead.steps import Value, is_in, made_by, run
 from flax_sg.ahead.walk import Walk
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
-
-def known_turns(walk: Walk, eqn: Any, read: Sequence[Value]) -> tuple[list[Value], int]:
-    """How many of the first turns of a scan read no rows that change.
-
-    Returns:
-        What the scan reads in these turns, and how many they are.
-    """
-    length, carry = eqn.params['length'], jaxprs.carried_by(eqn)
-    fixed, changes = [*read], np.zeros(length, bool)
-    for n, value in enumerate(read):
-        rows = walk.rows.get(value) if isinstance(value, int) else None
-        if rows is None or n in carry:
-            continue
-        turns = rows.changes
-        if n < carry.start:
-            turns = _turns_reading(walk, eqn, read, n, rows.changes)
-        if turns is not None:
-            fixed[n], changes = rows.twin, changes | turns
-    if eqn.params['reverse']:
-        changes = changes[::-1]
-    is_steady = fixed == [*read]
-    first = int(changes.argmax()) if changes.any() else length
-    return fixed, 0 if is_steady else first
+# Where runs of rows begin and end.
+Bounds: TypeAlias = Sequence[tuple[int, int]]
 
 
-def _turns_reading(
-    walk: Walk, eqn: Any, read: Sequence[Value], number: int, rows: Mask
-) -> Mask | None:
-    """In which turns a scan reads some rows of a constant, by an index that is known.
-
-    None, if it reads the constant otherwise.
-    """
-    body, carry = eqn.params['jaxpr'], jaxprs.carried_by(eqn)
-    inner = Walk(dict.fromkeys(jaxprs.CHECKPOINTS, _inlined))
-    inputs = [inner.new(var.aval) for var in body.jaxpr.invars]
-    # Only what reads the constant is taken apart.
-    inner.changing, inner.data = {number}, {*inputs} - {number}
-    outputs = inner.walk(body, inputs, Site())
-    turns = np.zeros(eqn.params['length'], bool)
-    readers = [step for step in inner.steps if number in step.read()]
-    if number in numbers_in(outputs):
+def in_runs(
+    walk: Walk, eqn: Any, read: Sequence[Value], site: Site
+) -> Sequence[Value] | None:
+    """An equation on runs of rows; None if it reads none, or all of them at once."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == 'concatenate' and params['dimension'] == 0:
+        return _joined(walk, eqn, read, site)
+    places = [n for n, x in enumerate(read) if isinstance(x, int) and x in walk.runs]
+    found = {_bounds_of(walk, walk.runs[read[n]]) for n in places}
+    if len(found) != 1:
         return None
-    for step in readers:
-        is_slice = step.eqn.primitive.name == 'dynamic_slice'
-        if not is_slice or number in numbers_in(step.ins[1:]):
-            return None
-        start = step.ins[1]
-        needed = made_by(inner.steps, inner.makers, numbers_in([start]), [], set())
-        given = {*inputs} & {
-            *numbers_in([start]),
-            *(n for s in needed for n in s.read()),
-        }
-        known = {n: walk.constant(read[n]) for n in given if n >= carry.stop}
-        if len(known) < len(given) or any(x is None for x in known.values()):
-            return None
-        starts = _in_each_turn(inner, needed, known, start)
-        size = step.eqn.params['slice_sizes'][0]
-        starts = np.clip(starts, 0, len(rows) - size).reshape(-1, 1)
-        turns |= rows[starts + np.arange(size)].any(1)
-    return turns
+    [bounds] = found
+    if name in ELEMENTWISE:
+        return _elementwise(walk, eqn, read, places, bounds, site)
+    if name == 'slice':
+        return _sliced(walk, eqn, read[0], bounds, site)
+    if name != 'scan':
+        return None
+    if places[-1] < jaxprs.carried_by(eqn).start:
+        return _by_index(walk, eqn, read, places, bounds, site)
+    if places[0] < jaxprs.carried_by(eqn).stop:
+        return None
+    parts = [x for n in places for x in walk.runs[read[n]]]
+    rest = [x for n, x in enumerate(read) if n not in places]
+    return walk.traced(_scans(eqn, places, bounds), [*rest, *parts], Site(eqn, site))
 
 
-def _in_each_turn(
-    walk: Walk, steps: list[Step], given: dict[int, Any], asked: Value
-) -> Any:
-    """A value in each turn, of values that are scanned."""
-
-    def turn(given: dict[int, Any]) -> Any:
-        return run(steps, {**walk.constants, **given}, [asked])[0]
-
-    with jax.ensure_compile_time_eval():
-        return np.asarray(jax.vmap(turn)(given) if given else turn(given))
+def _bounds_of(walk: Walk, parts: Sequence[Value]) -> Bounds:
+    sizes = [_aval_of(walk, x).shape[0] for x in parts]
+    return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
-def _inlined(walk: Walk, eqn: Any, read: Sequence[Value], site: Site) -> Any:
-    return walk.walk(jaxprs.body_of(eqn), read, Site(eqn, site))
+def _aval_of(walk: Walk, value: Value) -> Any:
+    return value.aval if isinstance(value, Literal) else walk.avals[value]
 
 
-def in_two_runs(eqn: Any, first: int) -> Callable[..., list[Any]]:
-    """A function that runs the first turns of a scan, and then the others."""
+def _joined(
+    walk: Walk, eqn: Any, read: Sequence[Value], site: Site
+) -> Sequence[Value] | None:
+    """Notes what a value is joined of, if a part of it changes."""
+    changes = [is_in(x, walk.changing) for x in read]
+    if all(changes) or not any(changes):
+        return None
+    outs = walk.whole(eqn, read, site)
+    walk.runs[outs[0]] = [part for x in read for part in walk.runs.get(x, [x])]
+    return outs
+
+
+def _elementwise(
+    walk: Walk,
+    eqn: Any,
+    read: Sequence[Value],
+    places: Sequence[int],
+    bounds: Bounds,
+    site: Site,
+) -> Sequence[Value]:
+    """The equation on all rows, and on each run by itself."""
+    outs = walk.whole(eqn, read, site)
+    has_rows = [n not in places and var.aval.ndim for n, var in enumerate(eqn.invars)]
+    made: list[Sequence[Value]] = []
+    for k, bound in enumerate(bounds):
+        part = [walk.runs[x][k] if n in places else x for n, x in enumerate(read)]
+
+        def on_rows(*values: Any, rows: slice = slice(*bound)) -> Any:
+            pairs = zip(values, has_rows, strict=True)
+            return jaxprs.bind(eqn, [x[rows] if cut else x for x, cut in pairs])
+
+        made.append(walk.traced(on_rows, part, Site(eqn, site)))
+    walk.runs.update(zip(outs, zip(*made, strict=True), strict=True))
+    return outs
+
+
+def _sliced(
+    walk: Walk, eqn: Any, value: Any, bounds: Bounds, site: Site
+) -> Sequence[Value] | None:
+    """Rows that are all in one run, of that run."""
+    params = eqn.params
+    first, last = params['start_indices'][0], params['limit_indices'][0]
+    for part, (start, stop) in zip(walk.runs[value], bounds, strict=True):
+        if start <= first and last <= stop:
+            begin = first - start, *params['start_indices'][1:]
+            end = last - start, *params['limit_indices'][1:]
+            strides = params['strides']
+            rows = lambda x: [jax.lax.slice(x, begin, end, strides)]  # noqa: E731, B023
+            return walk.traced(rows, [part], Site(eqn, site))
+    return None
+
+
+def _scans(eqn: Any, places: Sequence[int], bounds: Bounds) -> Callable[..., list[Any]]:
+    """A function that runs the turns of a scan in several scans."""
     params, carried = eqn.params, jaxprs.carried_by(eqn)
-    body, reverse, length = params['jaxpr'], params['reverse'], params['length']
-    bounds = [(0, first), (first, length)]
-    if reverse:
-        bounds = [(length - stop, length - start) for start, stop in bounds]
+    body, reverse = params['jaxpr'], params['reverse']
 
-    def run_both(*operands: Any) -> list[Any]:
+    def scans(*values: Any) -> list[Any]:
+        operands = [*values[: len(eqn.invars) - len(places)]]
+        parts = iter(values[len(operands) :])
+        for n in places:
+            operands.insert(n, [next(parts) for _ in bounds])
         consts, xs = operands[: carried.start], operands[carried.stop :]
         carry = operands[carried.start : carried.stop]
 
@@ -110,14 +131,85 @@ def in_two_runs(eqn: Any, first: int) -> Callable[..., list[Any]]:
             out = jaxpr_as_fun(body)(*consts, *carry, *row)
             return out[: len(carry)], out[len(carry) :]
 
-        parts: list[Any] = []
-        for start, stop in bounds:
-            rows = [jax.lax.slice_in_dim(x, start, stop) for x in xs]
-            carry, made = jax.lax.scan(
-                turn, [*carry], rows, stop - start, reverse, params['unroll']
-            )
-            parts.append(made)
-        rows = zip(*(parts[::-1] if reverse else parts), strict=True)
-        return [*carry, *map(jnp.concatenate, rows)]
+        made: list[Any] = []
+        runs = [*enumerate(bounds)]
+        for k, (start, stop) in runs[::-1] if reverse else runs:
+            rows = [x[k] if isinstance(x, list) else x[start:stop] for x in xs]
+            options = stop - start, reverse, params['unroll']
+            carry, ys = jax.lax.scan(turn, [*carry], rows, *options)
+            made.append(ys)
+        stacked = zip(*(made[::-1] if reverse else made), strict=True)
+        return [*carry, *map(jnp.concatenate, stacked)]
 
-    return run_both
+    return scans
+
+
+def _by_index(
+    walk: Walk,
+    eqn: Any,
+    read: Sequence[Value],
+    places: Sequence[int],
+    bounds: Bounds,
+    site: Site,
+) -> Sequence[Value] | None:
+    """A scan that reads rows of one known run alone, by an index: others do not count.
+
+    ``nn.scan`` with ``frozen_layers=`` reads the whole stack so. The known run, padded,
+    takes the place of the stack.
+    """
+    body, first = eqn.params['jaxpr'].jaxpr, jaxprs.carried_by(eqn).stop
+    read = [*read]
+    for n in places:
+        size = _aval_of(walk, read[n]).shape[0]
+        indices = [
+            _known(walk, read[k])
+            for k in range(first, len(read))
+            if _reads_rows(body, body.invars[n], body.invars[k])
+        ]
+        lows = [i.min(initial=size) for i in indices if i is not None]
+        highs = [i.max(initial=0) for i in indices if i is not None]
+        for part, (start, stop) in zip(walk.runs[read[n]], bounds, strict=True):
+            is_inside = lows and min(lows) >= start and max(highs) < stop
+            if is_inside and not is_in(part, walk.changing):
+                ends = start, size - stop
+
+                def padded(x: Any, ends: Any = ends) -> list[Any]:
+                    return [jnp.pad(x, [ends] + [(0, 0)] * (x.ndim - 1))]
+
+                [read[n]] = walk.traced(padded, [part], Site(eqn, site))
+                break
+    is_fixed = not any(is_in(x, walk.changing) for x in read)
+    return walk.whole(eqn, read, site) if is_fixed else None
+
+
+def _reads_rows(jaxpr: Any, stack: Any, index: Any) -> bool:
+    """Whether a jaxpr reads a stack by rows alone, at one index."""
+    for eqn in jaxpr.eqns:
+        found = [n for n, x in enumerate(eqn.invars) if x is stack]
+        at = [n for n, x in enumerate(eqn.invars) if x is index]
+        is_call = eqn.primitive.name in (*jaxprs.JITTED, *jaxprs.CHECKPOINTS)
+        if eqn.primitive.name == 'dynamic_slice' and found:
+            if (found, at) != ([0], [1]) or eqn.params['slice_sizes'][0] != 1:
+                return False
+        elif found and not (is_call and len(found) == 1):
+            return False
+        elif found:
+            body = jaxprs.body_of(eqn)
+            places = [(body.invars[found[0]], body.invars[k]) for k in at]
+            if not any(_reads_rows(body, *place) for place in places):
+                return False
+    return not any(x is stack for x in jaxpr.outvars)
+
+
+def _known(walk: Walk, value: Value) -> Any:
+    """A value that is made of constants alone, as NumPy has it; None for others."""
+    if isinstance(value, Literal):
+        return np.asarray(value.val)
+    steps = made_by(walk.steps, [value], given=walk.constants)
+    made = {n for step in steps for n in step.outs}
+    read = {value, *(n for step in steps for n in step.read())} - made
+    given = {n: walk.constants.get(n) for n in read}
+    if any(x is None or isinstance(x, Tracer) for x in given.values()):
+        return None
+    with jax.ensure_compile_time_eval():
+        return np.asarray(run(steps, given, [value])[0])

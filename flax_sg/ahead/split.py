@@ -1,105 +1,114 @@
-"""Splits a program: what does not change is computed once."""
+"""Splits a program: what depends on nothing that changes is computed once."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from flax_sg import errors
-from flax_sg.ahead import branches, checkpoints, jits, loops, shards, whiles
-from flax_sg.ahead.costs import is_cheap
+from flax_sg.ahead import bodies, runs
+from flax_sg.ahead.costs import bytes_of, is_cheap
 from flax_sg.ahead.cut import cheapest_cut
-from flax_sg.ahead.rows import Mask, Rows
-from flax_sg.ahead.steps import Split, Step, made_by, numbers_in
-from flax_sg.ahead.walk import Mixes, Rule, Walk
+from flax_sg.ahead.examples import Batch
+from flax_sg.ahead.steps import Step, Value, made_by, numbers_in
+from flax_sg.ahead.walk import Walk
 from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
 
-# Bytes that no cut of a program has.
-_HUGE = 1 << 60
+# More bytes than anything has.
+_NEVER = 1 << 60
+
+
+class Split(NamedTuple):
+    """A program in two.
+
+    Attributes:
+        early: the steps that make what is kept.
+        late: the steps that make the outputs, of what is kept and of other inputs.
+        kept: the values that are kept.
+        outputs: the values that the program returns, or constants.
+        avals: the type of each value.
+        constants: the values that are constants of the program.
+        steps: all steps.
+        changing: the values that change from step to step.
+        once: the values that do not change and that late cannot make of parameters.
+        data: the values that depend on the data of a batch, and do not change.
+    """
+
+    early: list[Step]
+    late: list[Step]
+    kept: list[int]
+    outputs: list[Value]
+    avals: list[Any]
+    constants: dict[int, Any]
+    steps: list[Step]
+    changing: set[int]
+    once: set[int]
+    data: set[int]
 
 
 def split(
     program: Any,
-    changes: Sequence[bool | Mask],
+    changes: Sequence[bool],
     is_data: Sequence[bool],
-    is_late: Sequence[bool] | None = None,
-    mixes: Mixes | None = None,
-    asked: Sequence[int] | None = None,
+    batch: Batch | None = None,
 ) -> Split:
     """Splits a closed jaxpr.
 
     Args:
         program: the closed jaxpr. Its inputs have the first numbers.
-        changes: for each input whether it changes from step to step, or which rows do.
+        changes: for each input whether it changes from step to step.
         is_data: for each input whether it comes with a batch. The others are
-            parameters: what depends on them alone is not kept.
-        is_late: for each output whether the late part makes it, rather than the early
-            part. By default it makes all.
-        mixes: tells steps that mix examples. They run at each step.
-        asked: which outputs are asked for. By default all are.
+            parameters: late has them.
+        batch: with ``examples=True`` where the examples are. Steps that mix them run at
+            each step. So does what reads no data: it is no row.
     """
-    walk = Walk(_RULES, mixes)
+    walk = Walk((runs.in_runs, bodies.in_halves), batch)
     inputs = [walk.new(var.aval) for var in program.jaxpr.invars]
-    for n in inputs:
-        if isinstance(mask := changes[n], np.ndarray):
-            walk.rows[n] = Rows(mask, walk.new(walk.avals[n]))
-    rows = {**walk.rows}
-    walk.changing = {n for n in inputs if n in walk.rows or changes[n]}
-    is_of_data = {n for n in inputs if is_data[n]}
-    walk.data = is_of_data - walk.changing
-    walk.data.update(rows[n].twin for n in is_of_data & rows.keys())
+    walk.changing = {n for n in inputs if changes[n]}
+    walk.data = {n for n in inputs if is_data[n]} - walk.changing
     outputs = walk.walk(program, inputs, Site())
-    outputs = outputs if asked is None else [outputs[n] for n in asked]
-    steps, avals, changing, data = walk.steps, walk.avals, walk.changing, walk.data
-    is_late = is_late or [True] * len(outputs)
-    makers: dict[int, list[int]] = {}
-    maker: dict[int, Step] = {}
-    at_each_step: list[Step] = []
-    for step in steps:
-        maker.update(dict.fromkeys(step.outs, step))
+    changing, data = walk.changing, walk.data
+    at_each_step, fixed = list[Step](), list[Step]()
+    for step in walk.steps:
+        is_fixed = changing.isdisjoint((*step.read(), *step.outs))
+        is_fixed = is_fixed and not jaxprs.has_effect(step.eqn)
+        (fixed if is_fixed else at_each_step).append(step)
+    live = _needed(at_each_step, outputs)
+    ends = [*numbers_in(outputs), *(x for step in live for x in step.read())]
+    # What late makes of parameters and constants: for each value the parameters.
+    own: dict[int, frozenset[int]] = dict.fromkeys(walk.constants, frozenset())
+    own.update({n: frozenset((n,)) for n in inputs if n not in changing | data})
+    for step in fixed:
         read = step.read()
-        has_effect = jaxprs.has_effect(step.eqn)
-        is_new = not changing.isdisjoint((*read, *step.outs))
-        if is_new or (has_effect and data.isdisjoint(read)):
-            at_each_step.append(step)
-        elif has_effect:
-            raise errors.ArgumentTypeError(
-                f'{jaxprs.operation(step.eqn)} has an effect, and stands in the part '
-                f'that is computed once: {step.source}.\n'
-                'Computed ahead, it would not run at each step.\n'
-                'Take it out of the loss, or name an argument that it reads in each=.'
-            )
-        elif not data.isdisjoint(read) and is_cheap(step.eqn):
-            of_data = [x for x in dict.fromkeys(read) if x in data]
-            makers.update(dict.fromkeys(step.outs, of_data))
-    late_outputs = [x for x, late in zip(outputs, is_late, strict=True) if late]
-    live = _needed(at_each_step, late_outputs)
-    ends = numbers_in(late_outputs)
-    for step in live:
-        ends += step.read()
-    # What is read of the parameters alone is made in the late part.
-    sizes = {n: avals[n].size * avals[n].dtype.itemsize for n in data}
-    # A twin holds rows that change, so it would not be the same after a step.
-    sizes.update((some.twin, _HUGE) for some in walk.rows.values())
-    kept = sorted(cheapest_cut(sizes, makers, [x for x in ends if x in data]))
-    wanted = [step for step in at_each_step if jaxprs.has_effect(step.eqn)]
-    late = made_by(steps, maker, ends, wanted + live, set(kept))
-    others = [x for x, late in zip(outputs, is_late, strict=True) if not late]
-    early = made_by(steps, maker, kept + numbers_in(others), [], set())
-    return Split(
-        *(early, late, kept, outputs, avals, walk.constants, steps, changing, data),
-        rows,
-    )
+        is_made = is_cheap(step.eqn) or _is_unpacked(step, own)
+        is_made = is_made or (batch is not None and data.isdisjoint(read))
+        if is_made and all(x in own for x in read):
+            roots = frozenset[int]().union(*(own[x] for x in read))
+            own.update(dict.fromkeys(step.outs, roots))
+    there = frozenset[int]().union(*(own[x] for x in ends if x in own))
+    # What late can make again, if no other parameter is read for it: and of what.
+    makers: dict[int, list[int]] = {}
+    for step in fixed:
+        read = step.read()
+        is_free = all(own.get(x, there) <= there for x in read)
+        if is_free and (is_cheap(step.eqn) or _is_looked_up(step.eqn)):
+            of_kept = [x for x in dict.fromkeys(read) if x not in own]
+            makers.update(dict.fromkeys(step.outs, of_kept))
+    once = {n for n in range(len(walk.avals)) if n not in own and n not in changing}
+    sizes = {
+        n: bytes_of(walk.avals[n]) if batch is None or batch.can_be_kept(n) else _NEVER
+        for n in once
+    }
+    kept = sorted(cheapest_cut(sizes, makers, [x for x in ends if x in once]))
+    late = made_by(walk.steps, ends, live, kept)
+    early = made_by(walk.steps, kept)
+    parts = early, late, kept, outputs, walk.avals, walk.constants, walk.steps
+    return Split(*parts, changing, once, data)
 
 
-def _needed(at_each_step: Sequence[Step], outputs: Iterable[Any]) -> list[Step]:
-    """Of the steps that read what changes those that an output needs."""
-    needed = set(numbers_in(outputs))
-    live: list[Step] = []
+def _needed(at_each_step: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+    """Of the steps that run at each step those that an output needs, and effects."""
+    needed, live = set(numbers_in(outputs)), list[Step]()
     for step in reversed(at_each_step):
         if jaxprs.has_effect(step.eqn) or not needed.isdisjoint(step.outs):
             live.append(step)
@@ -107,12 +116,15 @@ def _needed(at_each_step: Sequence[Step], outputs: Iterable[Any]) -> list[Step]:
     return live[::-1]
 
 
-# How equations of which a part changes are taken apart.
-_RULES: dict[str, Rule] = {
-    'scan': functools.partial(loops.in_parts, split),
-    'cond': functools.partial(branches.in_parts, split),
-    'while': functools.partial(whiles.in_parts, split),
-    'shard_map': functools.partial(shards.in_parts, split),
-    **dict.fromkeys(jaxprs.CHECKPOINTS, checkpoints.in_parts),
-    **dict.fromkeys(jaxprs.JITTED, jits.in_parts),
-}
+def _is_looked_up(eqn: Any) -> bool:
+    """Whether rows of a table are larger than the indices that name them."""
+    if eqn.primitive.name != 'gather':
+        return False
+    return bytes_of(eqn.invars[1].aval) < bytes_of(eqn.outvars[0].aval)
+
+
+def _is_unpacked(step: Step, own: dict[int, frozenset[int]]) -> bool:
+    """Whether a table is read by parameters: weights are made of their codes."""
+    if step.eqn.primitive.name != 'gather':
+        return False
+    return any(own.get(n) for n in numbers_in(step.ins[1:2]))

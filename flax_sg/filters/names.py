@@ -253,7 +253,7 @@ class Names(Atom):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Derived(Atom):
-    """The variables that ``sg.live`` or ``of_type`` found in a model or a tree.
+    """The variables that ``sg.live`` or another found in a model or a tree.
 
     In a block of a module, or a wrapper, names begin at this module, as those of a tree
     of bools do. A variable outside of it is not meant.
@@ -281,8 +281,8 @@ class Derived(Atom):
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether ``sg.live`` found it: a function may train nothing."""
-        return self.source == 'live'
+        """Whether a function may train nothing, or read nothing."""
+        return self.source in ('live', 'ahead.reads')
 
     def matches(self, path: Path) -> bool:
         """Whether the variable is selected; raises if it was not looked at."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 from flax_sg.internals import frames, versions
 
@@ -22,11 +22,14 @@ from flax_sg.internals import frames, versions
 # differ between versions of JAX.
 JITTED = frozenset(('jit', 'pjit'))
 CHECKPOINTS = frozenset(('remat', 'remat2', 'checkpoint'))
+# A jaxpr as an equation. jax 0.12 has a new name.
+CLOSED = frozenset(('closed_call', 'eval_jaxpr'))
 CALLS = frozenset(
     (
         *JITTED,
         *CHECKPOINTS,
-        *('closed_call', 'core_call', 'core_closed_call', 'shard_map'),
+        *CLOSED,
+        *('core_call', 'core_closed_call', 'shard_map'),
         'custom_vmap_call',
     )
 )
@@ -58,52 +61,30 @@ def body_of(eqn: Any) -> Any:
     return opened(closed_body_of(eqn))
 
 
-def is_plain_jit(eqn: Any) -> bool:
-    """Whether an equation is a ``jax.jit`` that says no more than its body does."""
-    found = constraints_of(eqn) if eqn.primitive.name in JITTED else None
-    return found is not None and all(x is None for one in found for x in one)
+def called_by(eqn: Any) -> Any:
+    """The jaxpr that a call, a checkpoint or a custom call runs; None for others.
 
-
-def constraints_of(eqn: Any) -> tuple[list[Any], list[Any]] | None:
-    """The shardings of a ``jax.jit``, if it says no more than they and its body do.
-
-    If a JAX names these parameters otherwise, no equation has any.
-
-    Returns:
-        For each input, and for each output, its sharding or None. None in place of both
-        if one of them is no constraint: on a mesh with axes that are part of types, or
-        in another memory.
+    With the flag ``jax_remat3`` and its like, the jaxpr is in an object of JAX.
     """
-    names = {'in_shardings', 'out_shardings', 'donated_invars'}
-    if names - eqn.params.keys() or any(_parameters(eqn, 'donated_invars')):
-        return None
-    options = _parameters(eqn, 'in_layouts', 'out_layouts', 'compiler_options_kvs')
-    shardings = _parameters(eqn, 'in_shardings', 'out_shardings')
-    found = [None if _is_free(x) else x for x in shardings]
-    if any(x is not None for x in options) or not all(map(_is_constraint, found)):
-        return None
-    count = len(eqn.params['in_shardings'])
-    return found[:count], found[count:]
+    name, call = eqn.primitive.name, eqn.params.get('_prim')
+    if name in JITTED | CHECKPOINTS | CUSTOM_CALLS | CLOSED:
+        return closed_body_of(eqn)
+    jaxpr = getattr(getattr(call, 'traced', call), 'jaxpr', None)
+    is_body = jaxpr is not None and len(opened(jaxpr).invars) == len(eqn.invars)
+    return jaxpr if is_body else None
 
 
-def _is_free(sharding: Any) -> bool:
-    return type(sharding).__name__ == 'UnspecifiedValue'
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether an equation is a ``jax.jit`` that says no more than its body does.
 
-
-def _is_constraint(sharding: Any) -> bool:
-    """Whether ``jax.lax.with_sharding_constraint`` says the same as a sharding."""
-    if sharding is None:
-        return True
-    mesh = getattr(sharding, 'mesh', None)
-    if not isinstance(mesh, Mesh) or {*mesh.axis_types} != {AxisType.Auto}:
+    If a JAX names these parameters otherwise, no equation is.
+    """
+    names = 'in_shardings', 'out_shardings', 'donated_invars'
+    if eqn.primitive.name not in JITTED or {*names} - eqn.params.keys():
         return False
-    memory = mesh.devices.flat[0].default_memory().kind
-    return sharding.memory_kind in (None, 'device', memory)
-
-
-def _parameters(eqn: Any, *names: str) -> list[Any]:
-    """The items of some parameters of an equation, which are tuples."""
-    return [x for name in names for x in eqn.params.get(name, ())]
+    more = 'in_layouts', 'out_layouts', 'compiler_options_kvs'
+    said = [x for name in (*names, *more) for x in eqn.params.get(name, ())]
+    return not any(x and type(x).__name__ != 'UnspecifiedValue' for x in said)
 
 
 def is_ref(var: Any) -> bool:
@@ -118,6 +99,15 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     if mesh is not None and not mesh.empty:
         options['sharding'] = aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **options)
+
+
+def placed(array: Any, aval: Any) -> Any:
+    """An array with the sharding of a type, on a mesh whose axes are part of types."""
+    sharding = getattr(aval, 'sharding', None)
+    axes = getattr(getattr(sharding, 'mesh', None), 'axis_types', None) or ()
+    if AxisType.Explicit not in axes or jax.typeof(array).sharding == sharding:
+        return array
+    return jax.sharding.reshard(array, sharding)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -136,24 +126,6 @@ def has_effect(eqn: Any) -> bool:
     In a ``jax.shard_map`` JAX notes the axes that a collective reads as effects.
     """
     return any(type(x).__name__ != 'NamedAxisEffect' for x in eqn.effects)
-
-
-def manual_axes_of(eqn: Any) -> frozenset[str]:
-    """The axes of the mesh that a ``jax.shard_map`` maps; jax 0.10 names them anew."""
-    params = eqn.params
-    return params.get('newly_manual_axes', params.get('manual_axes'))
-
-
-def is_in_shards(eqn: Any) -> bool:
-    """Whether an equation stands in the body of a ``jax.shard_map``."""
-    meshes = (var.aval.sharding.mesh for var in eqn.outvars)
-    return any(AxisType.Manual in (mesh.axis_types or ()) for mesh in meshes)
-
-
-def stacked(aval: Any, length: int) -> Any:
-    """The type of an array that stacks arrays of a type, along a new first axis."""
-    shape = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
-    return jax.make_jaxpr(lambda x: x)(shape).jaxpr.invars[0].aval
 
 
 class Checkpoint(NamedTuple):

@@ -109,6 +109,12 @@ APART: dict[str, Any] = {
     'nothing': lambda x: jnp.zeros((4, 0)) + x[:, 0, :0],
     'a barrier': lambda x: lax.optimization_barrier((x, 2 * x)),
     'one for several': lambda x: lax.broadcast_in_dim(x[:, :1], (4, 5, 6), (0, 1, 2)),
+    'a row of each': lambda x: x[jnp.arange(4), jnp.argmax(x[..., 0], 1)],
+    'a row of each, by numpy': lambda x: x[np.arange(4), x[:, 0].argmax(1) % 6],
+    'a row of each, the other way': lambda x: jnp.swapaxes(x, 0, 1)[
+        x[:, 0].argmax(1) % 6, jnp.arange(4)
+    ],
+    'an element of each': lambda x: x[jnp.arange(4), 2, x[:, 0].argmax(1)],
     'integers': lambda x: lax.bitcast_convert_type(x, jnp.int32) >> 3,
 }
 # Programs that mix them, or that make something of their positions.
@@ -130,6 +136,11 @@ MIXED: dict[str, Any] = {
     'padded': lambda x: jnp.pad(x, ((1, 0), (0, 0), (0, 0))),
     'twice': lambda x: jnp.concatenate([x, x]),
     'shuffled': lambda x: x[ROWS],
+    'rows of others': lambda x: x[ROWS, x[:, 0].argmax(1) % 6],
+    'rows of the next': lambda x: x[jnp.arange(4) ^ 1, x[:, 0].argmax(1) % 6],
+    'pairs of rows': lambda x: jnp.concatenate(
+        [jnp.arange(4)[:, None], x[:, 0, :1].astype(int)], 1
+    ),
     'examples as channels': lambda x: lax.conv_general_dilated(
         x[None], jnp.ones((1, 1, 6, 6)), (1, 1), 'SAME', dimension_numbers=NCHW
     ).sum(1),
@@ -289,6 +300,84 @@ def test_a_loop_of_which_a_part_is_known(is_mixed: bool) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_a_batch_mean_beside_a_carry() -> None:
+    """The tower in the loop is computed once; the mean is taken anew."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def turn(h: Any, row: Any) -> Any:
+            h = jnp.tanh(h @ params['cell'] + row @ params['torso'])
+            return h, h.mean(0)
+
+        h, means = lax.scan(turn, x[:, 0], x.swapaxes(0, 1))
+        return jnp.sum((h @ params['head']) ** 2) + jnp.sum(means**2)
+
+    params = {'cell': W, 'torso': W.T, 'head': W}
+    ahead = sg.precompute(loss, params, X, wrt='head', examples=True)
+    both = [ahead.early(params, x) for x in (X, X * 2)]
+    kept = jax.tree.map(lambda *rows: jnp.concatenate(rows), *both)
+    assert 'cell is computed' not in str(ahead)
+    for scale, rows in (1.0, [2, 7, 5, 1]), (0.5, [0, 1, 4, 5]), (2.0, [3, 2, 1, 0]):
+        moved, order = {**params, 'head': W * scale}, np.array(rows)
+        ours = sg.value_and_grad(ahead.late, wrt='head')(
+            moved, [k[order] for k in kept]
+        )
+        x = jnp.concatenate([X, X * 2])[order]
+        right = sg.value_and_grad(loss, wrt='head')(moved, x)
+        for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_turns_of_a_mapped_loop() -> None:
+    """They differ by example, though all begin alike: their mean is taken anew."""
+
+    def halvings(row: Any) -> Any:
+        turn = lambda c: (c[0] + 1.0, c[1] / 2)  # noqa: E731
+        return lax.while_loop(lambda c: c[1] > 0.5, turn, (0.0, row.sum()))[0]
+
+    def loss(params: Any, x: Any) -> Any:
+        count = jax.vmap(halvings)(x)
+        scaled = jnp.tanh(x @ params['body']) * (count / count.mean())[:, None]
+        return jnp.mean((scaled @ params['head']) ** 2)
+
+    x = jnp.abs(X[:, 0]) * jnp.array([[0.1], [1.0], [5.0], [90.0]])
+    params = {'body': W, 'head': W}
+    ahead = sg.precompute(loss, params, x[:2], wrt='head', examples=True)
+    both = [ahead.early(params, x[:2]), ahead.early(params, x[2:])]
+    kept = jax.tree.map(lambda *rows: jnp.concatenate(rows), *both)
+    for rows in [0, 3], [2, 1], [3, 2]:
+        order = np.array(rows)
+        ours = ahead.late(params, [k[order] for k in kept])
+        np.testing.assert_allclose(ours, loss(params, x[order]), rtol=1e-5)
+
+
+@pytest.mark.parametrize('flag', ('jax_remat3', 'jax_custom_vjp3', 'jax_custom_jvp3'))
+def test_calls_of_newer_jax(flag: str) -> None:
+    """Their bodies are walked."""
+    if not hasattr(jax.config, flag):
+        pytest.skip('a flag of another jax')
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+
+        @jax.custom_vjp
+        def soft(x: Any) -> Any:
+            return jnp.tanh(x)
+
+        soft.defvjp(lambda x: (soft(x), x), lambda x, g: (g * jnp.cos(x),))
+
+        def loss(params: Any, x: Any) -> Any:
+            tower = jax.checkpoint(lambda x: jax.nn.relu(soft(x @ params['body'])))
+            return jnp.sum((tower(x) @ params['head']) ** 2)
+
+        params = {'body': W, 'head': W}
+        ahead = sg.precompute(loss, params, X[0], wrt='head', examples=True)
+        kept, order = ahead.early(params, X[0]), np.array([4, 0, 2, 5, 1, 3])
+        ours = ahead.late(params, [k[order] for k in kept])
+        np.testing.assert_allclose(ours, loss(params, X[0][order]), rtol=1e-5)
+    finally:
+        jax.config.update(flag, before)
+
+
 def test_a_batch_mean_in_the_frozen_part() -> None:
     """The error names the module behind it, and the line."""
     with pytest.raises(
@@ -318,7 +407,7 @@ def test_examples_behind_other_axes() -> None:
 
 
 def test_what_is_the_same_for_all_examples() -> None:
-    """A count of turns has no axis of examples: it cannot be indexed by them."""
+    """A count of turns is repeated for each: it can be indexed by them."""
 
     def loss(params: Any, x: Any) -> Any:
         n, y = lax.while_loop(
@@ -326,8 +415,10 @@ def test_what_is_the_same_for_all_examples() -> None:
         )
         return jnp.sum(y @ params['head']) * n
 
-    with pytest.raises(
-        sg.errors.ArgumentTypeError,
-        match='is the same for all examples',
-    ):
-        sg.precompute(loss, {'head': W}, X, wrt='head', examples=True)
+    params = {'head': W}
+    ahead = sg.precompute(loss, params, X, wrt='head', examples=True)
+    assert {k.shape for k in ahead.kept} == {(4,), (4, 6, 6)}
+    kept = [k[ROWS] for k in ahead.early(params, X)]
+    np.testing.assert_allclose(
+        ahead.late(params, kept), loss(params, X[ROWS]), rtol=1e-5
+    )

@@ -312,6 +312,55 @@ def test_constants_of_the_split():
         ahead.early(PARAMS, {**data, 'tool': Broken()})
 
 
+def test_numbers_of_python_are_data() -> None:
+    """A weight that is 0.0 and a count that is 0 now are others at the next step."""
+
+    def fun(params: Any, x: Any, scale: float, step: int, *, bias: float) -> Any:
+        y = jnp.tanh(x @ params['body']['w']) * scale
+        y = jnp.where(step < 3, y, -y)
+        return jnp.mean(y @ params['head']['w'] + bias)
+
+    ahead = sg.precompute(fun, PARAMS, X, 0.0, 0, wrt='head/**', bias=0.0)
+    for scale, step, bias in (0.0, 0, 0.0), (2.0, 2, 1.0), (0.5, 7, -1.0):
+        kept = ahead.early(PARAMS, X, scale, step, bias=bias)
+        right = fun(PARAMS, X, scale, step, bias=bias)
+        assert_same(ahead.late(PARAMS, kept), right)
+    with pytest.raises(sg.errors.ArgumentTypeError, match='and was traced as int32'):
+        ahead.early(PARAMS, X, 0.0, 0.5, bias=0.0)
+
+
+def test_a_number_whose_value_is_asked_for() -> None:
+    """It alone is a constant: other numbers are data, and a bool is a flag."""
+
+    def fun(params: Any, x: Any, scale: float, depth: int, last: bool) -> Any:
+        for _ in range(depth):
+            x = jnp.tanh(x @ params['body']['w'])
+        return jnp.mean((x if last else -x) @ params['head']['w']) * scale
+
+    ahead = sg.precompute(fun, PARAMS, X, 0.0, 2, True, wrt='head/**')
+    kept = ahead.early(PARAMS, X, 3.0, 2, True)
+    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 3.0, 2, True))
+    for depth, last, what in (
+        (3, True, r'\(depth\) is 3'),
+        (2, False, r'\(last\) is False'),
+    ):
+        with pytest.raises(sg.errors.ArgumentTypeError, match=what):
+            ahead.early(PARAMS, X, 3.0, depth, last)
+
+
+def test_numbers_beside_examples_are_constants() -> None:
+    """A number is no row."""
+
+    def fun(params: Any, x: Any, scale: float) -> Any:
+        return loss(params, x) * scale
+
+    ahead = sg.precompute(fun, PARAMS, X, 2.0, wrt='head/**', examples=True)
+    kept = ahead.early(PARAMS, X, 2.0)
+    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 2.0))
+    with pytest.raises(sg.errors.ArgumentTypeError, match=r'is 3\.0, and was 2\.0'):
+        ahead.early(PARAMS, X, 3.0)
+
+
 def test_what_is_trained_while_a_condition_holds():
     """A traced condition: what it may train changes."""
 

@@ -1,8 +1,8 @@
 """Random losses in two programs beside the losses: values are equal bit for bit.
 
-Parameters are trained as a whole or by rows, keys change or do not, and bodies of
-loops, branches and checkpoints are random programs again. Loops run turn by turn, and
-each operation by itself: see ``stepwise``.
+Parameters are trained as a whole or by rows, keys change or do not, refs are written,
+and bodies of loops, branches and checkpoints are random programs again. Loops run turn
+by turn, and each operation by itself: see ``stepwise``.
 """
 
 import random
@@ -44,6 +44,13 @@ def assert_close(found: Any, expected: Any) -> None:
             oracle.assert_same(a, b)
 
 
+def language(made: random.Random) -> Language:
+    """Every other program has effects."""
+    return Language(
+        made, with_weights=True, with_effects=made.random() < 0.5, bound=jnp.tanh
+    )
+
+
 def results_of(program: Any, params: Any, x: Any, key: Any) -> Values:
     noise, a, b = jax.random.normal(key, SHAPE), params['a'], params['b']
     values = [noise, x, jnp.tanh((x + noise) @ a), jnp.tanh(x @ b)]
@@ -55,7 +62,7 @@ def results_of(program: Any, params: Any, x: Any, key: Any) -> Values:
 def assert_split(seed: int) -> str:
     """Value, aux and gradients are those of the loss, also after steps of training."""
     made = random.Random(seed)
-    program = Language(made, with_weights=True, bound=jnp.tanh).program()
+    program = language(made).program()
 
     def loss(params: Any, x: Any, key: Any) -> Any:
         first, *others = results_of(program, params, x, key)

@@ -10,7 +10,7 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
-from flax_sg.ahead.flops import flops_of
+from flax_sg.ahead.costs import flops_of
 from tests.helpers import oracle
 
 KEY = jax.random.key(0)
@@ -59,11 +59,15 @@ def test_a_head():
     assert statistics == ['float32[8]        32   add'] * 2
     assert repr(ahead) == ('<precomputed: keeps float32[8], float32[8], float32[4,8]>')
     *_, share, mean, var, advice, mixed = lines(ahead)
-    assert share.endswith('% of the flops are done once; 192 bytes are kept.')
+    assert share.endswith(
+        '% of the flops are done once; 192 bytes are kept, for 128 bytes of data.'
+    )
     assert float(share.partition('%')[0]) > 80
     assert [mean.split()[0], var.split()[0]] == ['norm/mean', 'norm/var']
     assert advice.startswith('To go on from step to step, it needs an argument of')
-    assert mixed == 'What is kept belongs to this batch as a whole: reduce_sum'
+    assert mixed == (
+        'If the data are a batch, what is kept belongs to all of it: reduce_sum'
+    )
 
 
 def test_a_key_that_enters():
@@ -137,16 +141,16 @@ def test_rows_of_a_batch():
         return loss
 
     rows = of_batch(fun(lambda x: x), X)
-    assert 'kept belongs' not in rows
-    assert 'kept belongs' not in of_batch(fun(lambda x, s: x * s), X, jnp.ones(()))
+    assert 'belongs to' not in rows
+    assert 'belongs to' not in of_batch(fun(lambda x, s: x * s), X, jnp.ones(()))
     mean = of_batch(fun(lambda x: x - x.mean(0, keepdims=True)), X)
-    assert 'as a whole: reduce_sum at test_report.py:' in mean
-    assert mean.splitlines()[-1].endswith(' may mix its examples.')
+    assert 'all of it: reduce_sum at test_report.py:' in mean
+    assert ' may mix its examples. For rows of' in mean.splitlines()[-1]
     by_place = of_batch(fun(lambda x: x + jax.random.normal(KEY, x.shape)), X)
-    assert by_place.splitlines()[-1].endswith(' may mix its examples.')
+    assert ' may mix its examples. For rows of' in by_place.splitlines()[-1]
     unclear = (
-        'What is kept belongs to this batch as a whole. For rows of single examples, '
-        'write examples=True.'
+        'If the data are a batch, what is kept belongs to all of it. For rows of '
+        'single examples, write examples=True.'
     )
     for text in (
         of_batch(fun(lambda x, w: x * w[None]), X, jnp.ones(8)),
@@ -154,13 +158,67 @@ def test_rows_of_a_batch():
         of_batch(lambda p, x: jnp.sum(p['head'] @ jnp.tanh(p['body'] @ x.T)), X),
     ):
         assert text.splitlines()[-1] == unclear
-    assert 'kept belongs' not in of_batch(fun(lambda x: x), X, examples=True)
+    assert 'belongs to' not in of_batch(fun(lambda x: x), X, examples=True)
 
 
 def test_a_scalar_of_a_batch_is_not_written():
     """The loss has its shape, and is no new value of it."""
     text = of_batch(lambda p, s: jnp.sum(p['body'] * jnp.sin(s) @ p['head']), X[0, 0])
     assert 'is written' not in text
+
+
+def test_a_frozen_encoder_in_each() -> None:
+    """It runs at each step since it is there; a key beside it is no encoder."""
+
+    def loss(params: Any, encoder: Any, x: Any, key: Any) -> Any:
+        features = jnp.tanh(x @ encoder['w'].astype(jnp.float32))
+        noise = jax.random.normal(key, features.shape)
+        return jnp.sum((features + noise) @ params['head'])
+
+    args = {'head': X.T @ X}, {'w': X.T @ X}, X, KEY
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        ahead = sg.precompute(loss, *args, wrt='head', each=(1, 3))
+    assert [line for line in str(ahead).splitlines() if 'at each step' in line] == [
+        'argument 1 (encoder) is computed at each step: it is in each=. If it does not '
+        'change, leave it out of each=.'
+    ]
+    assert 'each step' not in str(sg.precompute(loss, *args, wrt='head', each=3))
+
+
+def test_without_wrt() -> None:
+    """All parameters count as trained: the warning says so."""
+    params = {'body': X.T @ X, 'head': X.T @ X}
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ params['body']) @ params['head'])
+
+    with pytest.warns(
+        UserWarning, match='Without wrt=, all parameters count as trained'
+    ):
+        sg.precompute(loss, params, X)
+    with pytest.warns(UserWarning) as caught:
+        sg.precompute(loss, params, X, wrt='*')
+    assert 'Without wrt=' not in str(caught[0].message)
+
+
+def test_what_reads_no_example() -> None:
+    """It is no row: late makes it, and a line of each module says what to do."""
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        text = jnp.tanh(X[:3] @ params['text']['a']) @ params['text']['b']
+        return jnp.sum((x @ params['image'] @ params['head'] @ text.T) * y[:, None])
+
+    params = {'image': X.T @ X, 'text': {'a': X.T @ X, 'b': X.T @ X}, 'head': X.T @ X}
+    ahead = sg.precompute(loss, params, X, X[:, 0], wrt='head', examples=True)
+    said = [line for line in str(ahead).splitlines() if 'text' in line]
+    assert len(said) == 1 and said[0].startswith(
+        'text is computed at each step: it reads no example, and what is kept are rows '
+    )
+    assert 'Compute it before, and give its value in its place.' in str(ahead)
+    order = np.array([2, 0, 3, 1])
+    kept = [leaf[order] for leaf in ahead.early(params, X, X[:, 0])]
+    right = loss(params, X[order], X[order, 0])
+    np.testing.assert_allclose(ahead.late(params, kept), right, rtol=1e-5)
 
 
 def test_an_adapter_in_front():

@@ -43,10 +43,7 @@ def test_a_frozen_tower_over_devices(check_vma: bool):
     spec = P('data')
     ahead = assert_mapped(body, spec, (spec, spec), check_vma, once=2)
     # Without types of shards each device of the mesh counts.
-    count = 2 if check_vma else 4
-    shapes = [k.shape for k in ahead.kept]
-    assert shapes.count((count, 2, 4)) == 1
-    assert shapes.count((count,)) == 1
+    assert (4 if check_vma else 8, 4) in [k.shape for k in ahead.kept]
     assert 'shard_map at test_shards.py' in str(ahead)
 
 
@@ -101,7 +98,7 @@ def test_axes_that_are_not_mapped():
 
     ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
     kept = jax.jit(ahead.early)(PARAMS, X)
-    assert [k.shape for k in kept] == [(2, 2, 4)]
+    assert [k.shape for k in kept] == [(4, 4)]
     how: Any = {'wrt': TRAINED, 'unused': 'ignore'}
     ours = jax.jit(sg.value_and_grad(ahead.late, **how))(PARAMS, kept)
     assert_same(ours, jax.jit(sg.value_and_grad(fun, **how))(PARAMS, X))

@@ -30,9 +30,18 @@ def flagged(params: Any, x: Any, flag: bool) -> Any:
     return loss(params, x) if flag else 0.0
 
 
-def noisy(params: Any, x: Any) -> Any:
-    jax.debug.callback(lambda x: None, x)
-    return loss(params, x)
+def views(params: Any, x: Any, y: Any) -> Any:
+    return loss(params, jnp.tanh(jnp.concatenate([x, y]) @ params['body']))
+
+
+def negatives(params: Any, x: Any) -> Any:
+    return loss(params, jax.lax.all_gather(x, 'devices', tiled=True))
+
+
+def powers(params: Any, x: Any, n: int) -> Any:
+    for _ in range(n):
+        x = jnp.tanh(x @ params['body'])
+    return jnp.sum(x @ params['head'])
 
 
 def distilled(params: Any, teacher: Any, x: Any) -> Any:
@@ -75,9 +84,6 @@ CASES: dict[str, Any] = {
     'parameters that change at each step': lambda: sg.precompute(
         loss, PARAMS, X, each=0
     ),
-    'a callback that is computed once': lambda: sg.precompute(
-        noisy, PARAMS, X, wrt='head'
-    ),
     'nothing to compute once': lambda: sg.precompute(loss, PARAMS, X, each=1),
     'a teacher that draws another mask at each step': lambda: sg.precompute(
         distilled, PARAMS, nnx.Dropout(0.5, rngs=nnx.Rngs(0)), X, wrt='head'
@@ -104,6 +110,42 @@ CASES: dict[str, Any] = {
     'another flag than was traced': lambda: sg.precompute(
         flagged, PARAMS, X, True, wrt='head'
     ).early(PARAMS, X, False),
+    'a number that the function asked for': (
+        lambda: sg.precompute(powers, PARAMS, X, 2, wrt='head').early(PARAMS, X, 3),
+        lambda: sg.precompute(powers, PARAMS, X, 3, wrt='head').early(PARAMS, X, 3),
+    ),
+    'a collective outside of the mapped function': (
+        lambda: sg.precompute(negatives, PARAMS, X, wrt='head'),
+        lambda: jax.vmap(
+            lambda x: sg.precompute(negatives, PARAMS, x, wrt='head').early(PARAMS, x),
+            axis_name='devices',
+        )(X[None]),
+    ),
+    'two views joined along the batch': (
+        lambda: sg.precompute(views, PARAMS, X, X, wrt='head', examples=True),
+        lambda: jax.vmap(
+            sg.precompute(
+                lambda p, x, y: views(p, x[None], y[None]),
+                *(PARAMS, X[0], X[0]),
+                wrt='head',
+            ).early,
+            (None, 0, 0),
+        )(PARAMS, X, X),
+    ),
+    'examples along another axis': (
+        lambda: sg.precompute(
+            lambda p, x, y: loss(p, x.T) * y.mean(),
+            *(PARAMS, jnp.ones((2, 3)), jnp.ones(3)),
+            wrt='head',
+            examples=True,
+        ),
+        lambda: sg.precompute(
+            lambda p, x, y: loss(p, x) * y.mean(),
+            *(PARAMS, jnp.ones((3, 2)), jnp.ones(3)),
+            wrt='head',
+            examples=True,
+        ),
+    ),
     'a key among examples': lambda: sg.precompute(
         keyed, PARAMS, X, jax.random.key(0), wrt='head', examples=True
     ),

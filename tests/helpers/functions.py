@@ -236,6 +236,20 @@ def with_ref(body: Any, values: Values, kept: int, weights: Any) -> Values:
     return [*values[:-1], ref[...]]
 
 
+def noted(body: Any, values: Values, kept: int, weights: Any) -> Values:
+    """A ref that begins with zeros: JAX fails on some that begin with another value."""
+    ref = jax.new_ref(jnp.zeros(SHAPE))
+    ref[...] = values[kept] * 2.0
+    values = body(values)
+    return [*values[:-1], values[-1] + ref[...]]
+
+
+def told(body: Any, values: Values, kept: int, weights: Any) -> Values:
+    """An effect that returns nothing."""
+    jax.debug.callback(lambda x: None, values[kept].sum())
+    return body(values)
+
+
 def layers(body: Any, values: Values, kept: int, weights: Any) -> Values:
     """A scan over the stack."""
 
@@ -255,6 +269,7 @@ BODIES: list[Callable[..., Values]] = [
     *(scanned, carried, branches, looped, mapped, turning),
 ]
 REFS = [with_ref] * hasattr(jax, 'new_ref')
+EFFECTS = [noted] * hasattr(jax, 'new_ref') + [told]
 
 
 @dataclasses.dataclass
@@ -265,12 +280,14 @@ class Language:
         made: what draws them.
         with_weights: whether they read weights.
         with_refs: whether they write to refs.
+        with_effects: whether they write to refs, and call back.
         bound: what is done to each value that is made.
     """
 
     made: random.Random
     with_weights: bool = False
     with_refs: bool = False
+    with_effects: bool = False
     bound: Callable[[Any], Any] = lambda x: x
 
     def program(self, depth: int = 2) -> Callable[..., Values]:
@@ -291,7 +308,8 @@ class Language:
         kinds = ['unary', 'binary', 'rule'] + ['weighted'] * 3 * self.with_weights
         kind = made.choice(kinds + ['inner'] * (len(kinds) - 1) * (depth > 0))
         if kind == 'inner':
-            bodies = BODIES + REFS * self.with_refs + [layers] * self.with_weights
+            effects = EFFECTS * self.with_effects + REFS * self.with_refs
+            bodies = BODIES + effects + [layers] * self.with_weights
             run, body = made.choice(bodies), self.program(depth - 1)
 
             def inner(values: Values, weights: Any) -> Values:

@@ -92,7 +92,9 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(var: Any) -> Any:
-        return var.val if isinstance(var, Literal) else env[var]
+        value = var.val if isinstance(var, Literal) else env[var]
+        # jax 0.7.2 has a class of its own for some constants, and cannot add them.
+        return np.array(value) if 'LiteralArray' in str(type(value)) else value
 
     for eqn in jaxpr.eqns:
         out = _bind(eqn, [read(var) for var in eqn.invars])

@@ -25,7 +25,15 @@ from packaging.specifiers import SpecifierSet
 
 from flax_sg import errors
 from flax_sg import linen as nn
-from flax_sg.internals import lifting, modules, patching, required, tracing, versions
+from flax_sg.internals import (
+    lifting,
+    modules,
+    partial,
+    patching,
+    required,
+    tracing,
+    versions,
+)
 from tests.helpers import oracle
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +109,30 @@ def test_a_name_that_means_something_else(owner, name, other, said):
         # Where objects have the attribute: nobody can set it or read it.
         patch.setattr(owner, name, other or property(), raising=False)
         assert any(said in fault for fault in faults())
+
+
+# What splits an equation in two, and how it would be wrong.
+HALVES: list[tuple[str, Any, str]] = [
+    (
+        'partial_eval_jaxpr_custom',
+        lambda jaxpr, *others: (jaxpr, jaxpr, [True], [True], 0),
+        'has to split a loop',
+    ),
+    (
+        'partial_eval_jaxpr_custom',
+        lambda jaxpr, *others: (jaxpr, jaxpr, [True], [True], 0),
+        'has to leave custom rules whole',
+    ),
+    ('dce_jaxpr', lambda jaxpr, asked: (jaxpr, asked), 'has to drop what'),
+]
+
+
+@pytest.mark.parametrize(('name', 'other', 'said'), HALVES)
+def test_a_partial_evaluation_that_does_something_else(name, other, said, monkeypatch):
+    versions.check(partial.PROGRAMS)
+    monkeypatch.setattr(partial.partial_eval, name, other)
+    with pytest.raises(errors.UnsupportedVersionError, match=said):
+        versions.check(partial.PROGRAMS, 'sg.precompute')
 
 
 ATTRIBUTES = [
@@ -287,6 +319,7 @@ def test_every_private_name_is_checked():
     known = {name for _, name, *_ in OTHERWISE} | {name for _, _, name, _ in FEATURES}
     known |= set(re.findall(r'\w+', ' '.join(name for _, name in ATTRIBUTES)))
     known |= {name for _, name in patching.HOOKED.values()}
+    known |= {name for name, *_ in HALVES}
     known |= {'_getframe', '_get_running_loop', '_user'}  # Python's, and our own.
     # Other classes of JAX, which are gone with an AttributeError.
     known |= {'BatchTrace', '_caches', '_submodule_adoption_cache'}

@@ -18,8 +18,11 @@ from flax import nnx
 import flax_sg as sg
 from benchmarks import stored
 from benchmarks.stored import Case
+from tests.helpers import situations
 from tests.helpers.programs import compiled
+from tests.helpers.situations import SITUATIONS, Situation
 
+KEYS = situations.KEYS
 FEATURES = [make for make in stored.CASES if make is not stored.adapter]
 PRODUCTS = 'dot_general', 'conv_general_dilated'
 
@@ -173,3 +176,233 @@ def test_a_model_of_nnx():
         return jax.value_and_grad(loss)(own)
 
     assert_by_hand(ours, (own, kept), hand, (own, features))
+
+
+def three_steps(late: Callable[..., Any], situation: Situation, kept: Any) -> Any:
+    """What three steps of gradient descent compute."""
+    params, found = situation.params, []
+    step = jax.jit(sg.value_and_grad(late, wrt=situation.wrt))
+    for each in situation.each:
+        value, grads = step(params, kept, *each)
+        found.append((value, grads))
+        moved = jax.tree.map(lambda w, g: w - 0.3 * g, *on_both(params, grads))
+        params = sg.combine(moved, sg.partition(params, situation.wrt)[1])
+    return found
+
+
+def on_both(params: Any, grads: Any) -> tuple[Any, Any]:
+    """The parameters with the holes of their gradients."""
+    holes = jax.tree.map(
+        lambda g, w: g if g is sg.ABSENT else w,
+        *(grads, params),
+        is_leaf=lambda x: x is sg.ABSENT,
+    )
+    return holes, grads
+
+
+@pytest.mark.parametrize('make', SITUATIONS, ids=lambda make: make.__name__)
+def test_a_public_situation(make: Callable[[], Situation]) -> None:
+    """Three steps are those by hand; flops and bytes are no more than those."""
+    situation = make()
+    first = 1 + len(situation.data)
+    each = tuple(range(first, first + len(situation.each[0])))
+    args = situation.params, *situation.data, *situation.each[0]
+    ahead = sg.precompute(situation.loss, *args, wrt=situation.wrt, each=each)
+    kept = jax.jit(ahead.early)(situation.params, *situation.data)
+    features = jax.jit(situation.early)(situation.params, *situation.data)
+    assert size(kept) <= size(features)
+    assert 'computed at each step' not in str(ahead)
+    needed, _ = sg.partition(situation.params, ahead.reads)
+    if situation.wrt is False:
+        assert_same(ahead.late(needed, kept), situation.late({}, features))
+        return
+    ours = three_steps(ahead.late, situation._replace(params=needed), kept)
+    hand = three_steps(situation.late, situation, features)
+    assert_same(ours, hand)
+    flops = [
+        compiled(
+            sg.value_and_grad(late, wrt=situation.wrt), params, x, *args[first:]
+        ).cost_analysis()['flops']
+        for late, params, x in (
+            (ahead.late, needed, kept),
+            (situation.late, situation.params, features),
+        )
+    ]
+    assert flops[0] <= 1.01 * flops[1]  # jax 0.7.2 folds a constant less.
+    whole = sg.value_and_grad(situation.loss, wrt=situation.wrt)
+    assert_same(ours[0], whole(*args))
+
+
+def test_a_locked_image_tower() -> None:
+    """SigLIP and LiT: all pairs of a batch meet in the loss, in shuffled batches."""
+    params = {
+        'image': situations.layers(1, 8, 8, 4),
+        'embed': situations.normal(2, 11, 8),
+        'text': situations.layers(3, 8, 4),
+        'scale': jnp.log(10.0),
+    }
+    x, ids, wrt = situations.X, situations.IDS, ['embed', 'text/*', 'scale']
+
+    def by_hand(params: Any, image: Any, ids: Any) -> Any:
+        image = image / jnp.linalg.norm(image, axis=-1, keepdims=True)
+        text = situations.tower(params['text'], params['embed'][ids].mean(1))
+        scores = jnp.exp(params['scale']) * image @ text.T
+        signs = 2 * jnp.eye(len(ids)) - 1
+        return -jnp.mean(jax.nn.log_sigmoid(signs * scores))
+
+    def loss(params: Any, x: Any, ids: Any) -> Any:
+        return by_hand(params, situations.tower(params['image'], x), ids)
+
+    ahead = sg.precompute(loss, params, x[:2], ids[:2], wrt=wrt, examples=True)
+    kept = [ahead.early(params, x[n : n + 2], ids[n : n + 2]) for n in (0, 2, 4)]
+    kept = jax.tree.map(lambda *rows: jnp.concatenate(rows), *kept)
+    image = situations.tower(params['image'], x)
+    assert size(kept) <= size((image, ids))
+    for rows in (jnp.array(rows) for rows in ([5, 0], [3, 1], [2, 4])):
+        ours = sg.value_and_grad(ahead.late, wrt=wrt)(params, [k[rows] for k in kept])
+        right = sg.value_and_grad(by_hand, wrt=wrt)(params, image[rows], ids[rows])
+        assert_same(ours, right)
+        params = {**params, 'scale': params['scale'] + 0.1}
+
+
+def test_pairs_of_answers() -> None:
+    """DPO: the loss of one pair, under jax.vmap, for batches of any size."""
+    params = {
+        'reference': situations.layers(1, 8, 8, 1),
+        'policy': situations.layers(2, 8, 8, 1),
+        'lower': situations.layers(3, 8, 8),
+    }
+    chosen, rejected, wrt = situations.X, situations.X[::-1] + 1.0, 'policy/*'
+
+    def gap(weights: Any, a: Any, b: Any) -> Any:
+        both = situations.tower(weights, jnp.stack([a, b]))[:, 0]
+        return both[0] - both[1]
+
+    def of_one(params: Any, a: Any, b: Any) -> Any:
+        a, b = situations.tower(params['lower'], jnp.stack([a, b]))
+        gaps = (gap(params[name], a, b) for name in ('policy', 'reference'))
+        return -jax.nn.log_sigmoid(jnp.subtract(*gaps))
+
+    def by_hand(params: Any, a: Any, b: Any, reference: Any) -> Any:
+        return jnp.mean(
+            -jax.nn.log_sigmoid(
+                jax.vmap(lambda a, b, gone: gap(params['policy'], a, b) - gone)(
+                    a, b, reference
+                )
+            )
+        )
+
+    one = sg.precompute(of_one, params, chosen[0], rejected[0], wrt=wrt)
+    early = jax.vmap(one.early, (None, 0, 0), one.axes)
+    kept = early(params, chosen, rejected)
+    lower = [situations.tower(params['lower'], x) for x in (chosen, rejected)]
+    reference = jax.vmap(gap, (None, 0, 0))(params['reference'], *lower)
+    assert size(kept) <= size((lower, reference))
+
+    def of_rows(params: Any, kept: Any) -> Any:
+        return jnp.mean(jax.vmap(one.late, (None, one.axes))(params, kept))
+
+    for rows in (jnp.array(rows) for rows in ([5, 0, 2], [3], [2, 4])):
+        ours = sg.value_and_grad(of_rows, wrt=wrt)(params, [k[rows] for k in kept])
+        hand = *(x[rows] for x in lower), reference[rows]
+        assert_same(ours, sg.value_and_grad(by_hand, wrt=wrt)(params, *hand))
+
+
+def test_class_features_of_one_example() -> None:
+    """What reads no example is kept once, by ``axes``, and not for each."""
+    case = situations.clip_adapter()
+
+    def of_one(params: Any, x: Any, label: Any) -> Any:
+        return case.loss(params, x[None], label[None])
+
+    one = sg.precompute(
+        of_one, case.params, case.data[0][0], case.data[1][0], wrt='adapter'
+    )
+    assert sorted(map(str, one.axes)) == ['0', '0', 'None']
+    kept = jax.vmap(one.early, (None, 0, 0), one.axes)(case.params, *case.data)
+    assert size(kept) == size(case.early(case.params, *case.data))
+
+    def late(params: Any, kept: Any) -> Any:
+        return jnp.mean(jax.vmap(one.late, (None, one.axes))(params, kept))
+
+    hand = three_steps(case.late, case, case.early(case.params, *case.data))
+    assert_same(three_steps(late, case, kept), hand)
+
+
+@pytest.mark.skipif(not hasattr(nnx.Variable, 'get_value'), reason='flax_sg.nnx')
+def test_alignment_in_nnx() -> None:
+    """REPA: a denoiser beside a frozen encoder, trained for three steps."""
+    models = [situations.Repa(nnx.Rngs(0)) for _ in range(2)]
+    x, wrt = situations.X, nnx.Not(nnx.PathContains('encoder'))
+    live = sg.live(situations.Repa.__call__, models[0], x, KEYS[0])
+    live &= ~sg.where('encoder/**')
+    ahead = sg.precompute(
+        situations.Repa.__call__, models[0], x, KEYS[0], wrt=live, each=2
+    )
+    kept, seen = ahead.early(models[0], x), models[1].encoder(x)
+    assert size(kept) <= size((x, seen))
+    where = nnx.DiffState(0, nnx.All(nnx.Param, wrt))
+    for key in KEYS:
+        ours = nnx.value_and_grad(ahead.late, argnums=where)(models[0], kept, key)
+        hand = nnx.value_and_grad(situations.Repa.of_features, argnums=where)
+        right = hand(models[1], x, seen, key)
+        assert_same(ours, right)
+        for model, (_, grads) in zip(models, (ours, right), strict=True):
+            moved = jax.tree.map(lambda w, g: w - 0.3 * g, nnx.state(model, wrt), grads)
+            nnx.update(model, moved)
+
+
+@pytest.mark.parametrize('kind', ('shard_map', 'vmap'))
+def test_collectives(kind: str) -> None:
+    """Text-to-image on devices: the loss is split in the functions that are mapped."""
+    params = {
+        'image': situations.layers(1, 8, 4),
+        'text': situations.layers(2, 8, 8, 4),
+        'denoiser': situations.normal(3, 8, 4),
+    }
+    x, words, wrt = situations.X, situations.normal(4, 6, 8), 'denoiser'
+
+    def by_hand(params: Any, latent: Any, text: Any, key: Any) -> Any:
+        key = jax.random.fold_in(key, jax.lax.axis_index('data'))
+        noise = jax.random.normal(key, latent.shape)
+        seen = jnp.concatenate([latent + noise, text], -1)
+        return jax.lax.pmean(jnp.mean((seen @ params['denoiser'] - noise) ** 2), 'data')
+
+    def loss(params: Any, x: Any, words: Any, key: Any) -> Any:
+        latent = situations.tower(params['image'], x)
+        return by_hand(params, latent, situations.tower(params['text'], words), key)
+
+    def mean(tree: Any) -> Any:
+        return jax.lax.pmean(tree, 'data')
+
+    def early(params: Any, x: Any, words: Any) -> Any:
+        ahead = sg.precompute(loss, params, x, words, KEYS[0], wrt=wrt, each=3)
+        return ahead.early(params, x, words)
+
+    def late(params: Any, x: Any, words: Any, kept: Any, key: Any) -> Any:
+        ahead = sg.precompute(loss, params, x, words, key, wrt=wrt, each=3)
+        return mean(sg.value_and_grad(ahead.late, wrt=wrt)(params, kept, key))
+
+    def whole(params: Any, x: Any, words: Any, key: Any) -> Any:
+        return mean(sg.value_and_grad(loss, wrt=wrt)(params, x, words, key))
+
+    def mapped(fun: Any, *axes: Any, out: Any) -> Any:
+        if kind == 'vmap':
+            return jax.vmap(fun, axes, out, axis_name='data')
+        mesh = jax.make_mesh((2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = lambda axis: jax.sharding.PartitionSpec(*['data'] * (axis == 0))  # noqa: E731
+        specs = tuple(map(spec, axes)), spec(out)
+        return jax.jit(
+            jax.shard_map(
+                fun, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+            )
+        )
+
+    data = [a.reshape(2, 3, -1) if kind == 'vmap' else a for a in (x, words)]
+    kept = mapped(early, None, 0, 0, out=0)(params, *data)
+    for key in KEYS:
+        # Shapes are enough for the trace: nothing is computed of them.
+        ours = mapped(late, None, 0, 0, 0, None, out=None)(params, *data, kept, key)
+        right = mapped(whole, None, 0, 0, None, out=None)(params, *data, key)
+        assert_same(ours, right)
+        params = {**params, 'denoiser': params['denoiser'] * 1.1}

@@ -29,7 +29,7 @@ def test_a_frozen_torso_in_a_loop_over_time(reverse: bool):
 
     ahead = assert_split(fun, XS, once=1)
     assert (6, 3, 4) in [k.shape for k in ahead.kept]
-    assert 'at test_parts.py' in str(ahead)
+    assert 'at test_bodies.py' in str(ahead)
 
 
 def test_a_carry_that_does_not_change():

@@ -1,0 +1,238 @@
+"""Splits an equation in two, with the partial evaluation that jax.checkpoint rests on.
+
+``partial_eval_jaxpr_custom`` has a rule for each of JAX's loops, branches and calls. It
+leaves calls with rules of derivatives whole. ``partial_eval_jaxpr_nounits`` takes a
+``custom_jvp`` apart, and its rule is lost.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src.interpreters import partial_eval
+from jax.extend.core import Literal, Primitive
+
+from flax_sg.internals import versions
+from flax_sg.internals.jaxprs import CHECKPOINTS, CUSTOM_CALLS, opened, within
+
+
+class Halves(NamedTuple):
+    """An equation in two jaxprs.
+
+    Attributes:
+        known: makes the outputs that do not change, then what is kept for ``late``.
+        known_reads: the inputs of the equation that it reads.
+        kept: how many values are kept.
+        late: makes the outputs that change, of what is kept and of inputs.
+        late_reads: the inputs of the equation that it reads.
+        changes: for each output whether it changes; None if nothing reads it.
+    """
+
+    known: Any
+    known_reads: list[int]
+    kept: int
+    late: Any
+    late_reads: list[int]
+    changes: list[bool | None]
+
+
+# Stands for an equation that is taken as one, and says nothing of its body.
+_AS_ONE = Primitive('as_one')
+_AS_ONE.multiple_results = True
+_AS_ONE.def_abstract_eval(lambda *_, eqn: [var.aval for var in eqn.outvars])
+
+
+def halves_of(
+    eqn: Any,
+    changes: Sequence[bool],
+    is_kept: Callable[..., bool],
+    again: Set[int] = frozenset(),
+    is_late: Sequence[bool] = (),
+) -> Halves:
+    """Splits an equation by which of its inputs change.
+
+    A loop in its body that does not change is left whole: JAX would keep values of each
+    turn.
+
+    Args:
+        eqn: the equation, without effects.
+        changes: for each input whether it changes.
+        is_kept: by a primitive, the types of what it reads and its parameters, whether
+            what it makes is kept, rather than made again.
+        again: the ids of equations in its body that run in the late half, too.
+        is_late: which outputs the late half makes, whatever they depend on.
+    """
+    _check()
+    places = {x: n for n, x in enumerate(eqn.invars) if not isinstance(x, Literal)}
+    outvars = [var for var in eqn.outvars if type(var).__name__ != 'DropVar']
+    late_outs = dict(zip(eqn.outvars, is_late, strict=bool(is_late)))
+    asked = [late_outs.get(var, False) for var in outvars]
+    unknown = [changes[n] for n in places.values()]
+    opens = set[int]()
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+        if primitive is _AS_ONE:
+            return id(params['eqn']) not in again
+        return is_kept(primitive, *avals, **params)
+
+    while True:
+        whole = _program_of(_as_ones(eqn, again, opens), [*places], outvars)
+        known, late, is_new, inst, count = partial_eval.partial_eval_jaxpr_custom(
+            whole, unknown, True, asked, asked, policy
+        )
+        # Loops of which a part changes are in the late half: they are opened.
+        found = {*_ones_in(late)} - again
+        if not found:
+            break
+        opens |= found
+    late, reads = partial_eval.dce_jaxpr(
+        late, [new for new, is_made in zip(is_new, inst, strict=True) if is_made]
+    )
+    kept, late_reads = reads[:count], reads[count:]
+    outs = [True] * (len(known.outvars) - count)
+    known, known_reads = partial_eval.dce_jaxpr(known, [*outs, *kept])
+    fixed = [n for n, new in zip(places.values(), unknown, strict=True) if not new]
+    found_new = dict(zip(outvars, is_new, strict=True))
+    of_user = any(one.params.get('differentiated') for one in _all_in(eqn))
+    return Halves(
+        _restored(known, of_user),
+        [n for n, used in zip(fixed, known_reads, strict=True) if used],
+        sum(kept),
+        _restored(late, of_user),
+        [n for n, used in zip(places.values(), late_reads, strict=True) if used],
+        [found_new.get(var) for var in eqn.outvars],
+    )
+
+
+def _program_of(eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """A jaxpr of one equation."""
+    empty = jax.make_jaxpr(lambda: ())().jaxpr
+    parts = {'invars': [*invars], 'outvars': [*outvars], 'eqns': [eqn]}
+    return empty.replace(**parts, effects=eqn.effects)
+
+
+def _as_ones(eqn: Any, again: Set[int], opens: Set[int]) -> Any:
+    """The equation, in whose bodies those that are not opened stand as one."""
+
+    def as_one(inner: Any) -> Any:
+        ids = {id(one) for one in _all_in(inner)}
+        is_loop = inner.primitive.name in ('scan', 'while') and not ids & (
+            again | opens
+        )
+        if not inner.effects and (is_loop or id(inner) in again):
+            return inner.replace(primitive=_AS_ONE, params={'eqn': inner})
+        return _in_bodies(inner, as_one)
+
+    return _in_bodies(eqn, as_one)
+
+
+def _restored(jaxpr: Any, of_user: bool) -> Any:
+    """A jaxpr with the equations that stood as one.
+
+    JAX marks the checkpoints in a late half as differentiated, which these are not yet.
+    """
+
+    def restored(eqn: Any) -> Any:
+        if eqn.primitive is _AS_ONE:
+            one = eqn.params['eqn']
+            return eqn.replace(primitive=one.primitive, params=one.params)
+        eqn = _in_bodies(eqn, restored)
+        if of_user or eqn.primitive.name not in CHECKPOINTS:
+            return eqn
+        return eqn.replace(params={**eqn.params, 'differentiated': False})
+
+    return _each(jaxpr, restored)
+
+
+def _in_bodies(eqn: Any, one: Callable[[Any], Any]) -> Any:
+    """An equation with other equations in its bodies, but for rules of derivatives."""
+    if eqn.primitive.name in CUSTOM_CALLS or not within(eqn):
+        return eqn
+    is_body = lambda x: hasattr(opened(x), 'eqns')  # noqa: E731
+    params = {
+        name: jax.tree.map(
+            lambda x: _each(x, one) if is_body(x) else x, value, is_leaf=is_body
+        )
+        if any(map(is_body, jax.tree.leaves(value, is_leaf=is_body)))
+        else value
+        for name, value in eqn.params.items()
+    }
+    return eqn.replace(params=params)
+
+
+def _each(jaxpr: Any, one: Callable[[Any], Any]) -> Any:
+    """A jaxpr, open or closed, with other equations."""
+    if opened(jaxpr) is not jaxpr:  # jax 0.12 opens one that is open.
+        return jaxpr.replace(jaxpr=_each(opened(jaxpr), one))
+    return jaxpr.replace(eqns=[*map(one, jaxpr.eqns)])
+
+
+def _all_in(eqn: Any) -> Iterator[Any]:
+    """An equation, and those in its bodies."""
+    yield eqn
+    for body in within(eqn):
+        for inner in opened(body).eqns:
+            yield from _all_in(inner)
+
+
+def _ones_in(jaxpr: Any) -> Iterator[int]:
+    """Yields the ids of the equations that stand as one in a jaxpr."""
+    for eqn in jaxpr.eqns:
+        for inner in _all_in(eqn):
+            if inner.primitive is _AS_ONE:
+                yield id(inner.params['eqn'])
+
+
+@functools.cache
+def _check() -> None:
+    versions.check(PROGRAMS, 'sg.precompute')
+
+
+def _split(fun: Callable[..., Any], changes: Sequence[bool]) -> tuple[list[str], ...]:
+    """The names of primitives in both halves of a function of numbers."""
+    jaxpr = jax.make_jaxpr(fun)(*jnp.ones(len(changes))).jaxpr
+    known, late, *_ = partial_eval.partial_eval_jaxpr_custom(
+        jaxpr, changes, True, False, False, lambda *_, **__: True
+    )
+    return tuple(
+        [one.primitive.name for eqn in half.eqns for one in _all_in(eqn)]
+        for half in (known, late)
+    )
+
+
+def _splits_loops() -> bool:
+    def loop(a: Any, b: Any) -> Any:
+        turn = lambda carry, _: (carry * jnp.sin(a), None)  # noqa: E731
+        return jax.lax.scan(turn, b, None, 2)[0]
+
+    known, late = _split(loop, [False, True])
+    return 'sin' in known and 'sin' not in late and 'scan' in late
+
+
+def _leaves_rules() -> bool:
+    fun = jax.custom_jvp(lambda a, b: jnp.sin(a) * b)
+    fun.defjvp(lambda primals, _: (fun(*primals), primals[0]))
+    known, late = _split(fun, [False, True])
+    return 'sin' not in known and bool(CUSTOM_CALLS & {*late})
+
+
+def _drops() -> bool:
+    jaxpr = jax.make_jaxpr(lambda a, b: (jnp.sin(a), jnp.cos(b)))(1.0, 1.0).jaxpr
+    found, read = partial_eval.dce_jaxpr(jaxpr, [False, True])
+    return [eqn.primitive.name for eqn in found.eqns] == ['cos'] and read == [
+        False,
+        True,
+    ]
+
+
+PROGRAMS: dict[str, Callable[[], bool]] = {
+    'partial_eval_jaxpr_custom has to split a loop': _splits_loops,
+    'partial_eval_jaxpr_custom has to leave custom rules whole': _leaves_rules,
+    'dce_jaxpr has to drop what is not asked for': _drops,
+}

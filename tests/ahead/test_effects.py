@@ -1,0 +1,143 @@
+"""What an effect returns is another value each time, and effects run at each step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import flax_sg as sg
+from tests.helpers.splits import MOVED, PARAMS, TRAINED, XS, products
+
+X = XS[0]
+HAS_REFS = pytest.mark.skipif(not hasattr(jax, 'new_ref'), reason='no mutable arrays')
+
+
+def features(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params['torso'])
+
+
+def assert_steps(fun: Any, once: int = 1) -> None:
+    """Values and gradients of three steps of training are those of the loss."""
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    kept = ahead.early(PARAMS, X)
+    assert products(ahead.early, PARAMS, X) == once
+    for scale in 0.0, 0.1, -0.3:
+        params = {k: v + scale * (k in TRAINED) for k, v in PARAMS.items()}
+        how: Any = {'wrt': TRAINED, 'unused': 'ignore'}
+        ours = jax.jit(sg.value_and_grad(ahead.late, **how))(params, kept)
+        right = jax.jit(sg.value_and_grad(fun, **how))(params, X)
+        for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@HAS_REFS
+def test_a_ref_that_a_trained_value_is_written_to() -> None:
+    """A write has no output: what is read of the ref afterwards changes."""
+
+    def fun(params: Any, x: Any) -> Any:
+        ref = jax.new_ref(jnp.zeros((4, 4)))
+        ref[...] = params['head'] * 2.0
+        return jnp.mean((features(params, x) @ ref[...]) ** 2)
+
+    assert_steps(fun)
+
+
+@HAS_REFS
+def test_a_ref_that_data_are_written_to() -> None:
+    """It runs at each step, in a loop, too; what does not read it is computed once."""
+
+    def fun(params: Any, x: Any) -> Any:
+        ref = jax.new_ref(jnp.zeros((4, 4)))
+
+        def turn(h: Any, n: Any) -> Any:
+            ref[...] = ref[...] + h * n
+            return h @ params['torso'], n
+
+        lax.scan(turn, x.T @ x, jnp.arange(3.0))
+        return jnp.mean((features(params, x) @ lax.stop_gradient(ref[...])) ** 2) + (
+            jnp.mean(features(params, x) @ params['head'])
+        )
+
+    assert_steps(fun, once=2)
+
+
+@HAS_REFS
+def test_a_ref_of_the_closure() -> None:
+    """It is read at each step, not once."""
+    scale = jax.new_ref(jnp.ones(()))
+
+    def fun(params: Any, x: Any) -> Any:
+        return jnp.mean(features(params, x) * scale[...] @ params['head'])
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    kept = ahead.early(PARAMS, X)
+    for factor in 1.0, 2.0, -3.0:
+        scale[...] = jnp.asarray(factor)
+        for params in PARAMS, MOVED:
+            right = fun(params, X)
+            np.testing.assert_allclose(ahead.late(params, kept), right, rtol=1e-5)
+
+
+def test_a_value_of_a_callback() -> None:
+    """It counts how often it is called: once for each step."""
+    calls: list[int] = []
+
+    def count() -> Any:
+        calls.append(1)
+        return np.float32(len(calls))
+
+    def fun(params: Any, x: Any) -> Any:
+        n = io_callback(count, jax.ShapeDtypeStruct((), jnp.float32))
+        return jnp.mean(features(params, x) @ params['head']) * n
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    kept = ahead.early(PARAMS, X)
+    assert not calls
+    one = float(jnp.mean(features(PARAMS, X) @ PARAMS['head']))
+    for step in 1, 2, 3:
+        np.testing.assert_allclose(ahead.late(PARAMS, kept), step * one, rtol=1e-5)
+
+
+def test_random_numbers_of_a_state() -> None:
+    """Noise in front of the tower: the report says what stands in the way."""
+    random = pytest.importorskip('jax.experimental.random')
+    rng, other = random.stateful_rng(0), random.stateful_rng(0)
+
+    def of(rng: Any) -> Any:
+        return lambda params, x: jnp.mean(
+            features(params, x + rng.uniform()) @ params['head']
+        )
+
+    with pytest.warns(
+        UserWarning, match='torso is computed .* get at .* may return an'
+    ):
+        ahead = sg.precompute(of(rng), PARAMS, X, wrt=TRAINED)
+    kept = ahead.early(PARAMS, X)
+    for _ in range(3):
+        np.testing.assert_allclose(
+            ahead.late(PARAMS, kept), of(other)(PARAMS, X), rtol=1e-5
+        )
+
+
+def test_what_is_printed_of_features() -> None:
+    """A callback on what is computed once runs at each step."""
+    seen: list[float] = []
+
+    def fun(params: Any, x: Any) -> Any:
+        y = features(params, x)
+        jax.debug.callback(lambda y: seen.append(float(y)), y.sum())
+        return jnp.mean(y @ params['head'])
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    kept = ahead.early(PARAMS, X)
+    jax.effects_barrier()
+    assert not seen
+    for count in 1, 2, 3:
+        ahead.late(PARAMS, kept)
+        jax.effects_barrier()
+        assert len(seen) == count
+    np.testing.assert_allclose(seen, float(features(PARAMS, X).sum()), rtol=1e-5)

@@ -1,0 +1,269 @@
+"""What is kept: all that costs something and does not change, in the fewest bytes."""
+
+from typing import Any
+
+import flax.linen as fnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import flax_sg as sg
+from tests.helpers.splits import MOVED, PARAMS, TRAINED, XS, assert_split, products
+
+X = XS[0]
+
+
+def torso(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params['torso'])
+
+
+def test_data_of_a_closure() -> None:
+    """A full batch, a graph: it does not change, though it is no argument."""
+
+    def fun(params: Any) -> Any:
+        return jnp.mean(torso(params, X) @ params['head'])
+
+    ahead = assert_split(fun, once=1)
+    assert [k.shape for k in ahead.kept] == [(3, 4)]
+    assert 'computed at each step' not in str(ahead)
+
+
+def test_frozen_weights_that_read_no_data() -> None:
+    """Prompts through a tower, beside a batch: both are computed once."""
+    prompts = jnp.eye(4)[:2]
+
+    def fun(params: Any, x: Any) -> Any:
+        return jnp.mean((x @ params['head']) @ torso(params, prompts).T)
+
+    ahead = assert_split(fun, X, once=1)
+    assert {k.shape for k in ahead.kept} == {(3, 4), (4, 2)}
+
+
+def test_raw_parameters_and_what_is_cheap_of_them() -> None:
+    """They are not kept: late has them."""
+
+    def fun(params: Any, x: Any) -> Any:
+        table = params['torso'].astype(jnp.bfloat16).astype(jnp.float32).T * 2
+        return jnp.mean((x @ params['head']) @ table)
+
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    assert [k.shape for k in ahead.kept] == [(3, 4)]
+    np.testing.assert_allclose(
+        ahead.late(PARAMS, ahead.early(PARAMS, X)), fun(PARAMS, X), rtol=1e-6
+    )
+
+
+def test_no_parameter_is_read_for_what_is_made_again() -> None:
+    """A LayerNorm in float32 behind a bfloat16 tower: its scale may be ABSENT."""
+
+    def fun(params: Any, x: Any) -> Any:
+        y = (x @ params['torso']).astype(jnp.bfloat16).astype(jnp.float32)
+        return jnp.mean((y * params['torso'][:1]) @ params['head'])
+
+    ahead = assert_split(fun, X, once=1)
+    needed, frozen = sg.partition(PARAMS, ahead.reads)
+    assert frozen['torso'] is not sg.ABSENT and needed['torso'] is sg.ABSENT
+
+
+def test_codes_of_weights() -> None:
+    """Weights that a table makes of their codes are made again: these are smaller."""
+    codes = jnp.arange(16, dtype=jnp.uint8).reshape(4, 4)
+    table = jnp.linspace(-1.0, 1.0, 16)
+
+    def fun(params: Any, x: Any) -> Any:
+        return jnp.mean((x @ params['head']) @ table[params['codes'].astype(int)])
+
+    params = {'codes': codes, 'head': PARAMS['head']}
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        ahead = sg.precompute(fun, params, X, wrt='head')
+    assert [k.shape for k in ahead.kept] == [(3, 4)]
+
+
+def test_what_late_reads() -> None:
+    """``reads`` is a filter: late runs on the parameters that it takes."""
+
+    def fun(params: Any, x: Any) -> Any:
+        y = torso(params, x) @ params['cell']
+        return jnp.mean(y @ params['head'] @ params['tied'])
+
+    params = {**PARAMS, 'tied': PARAMS['torso'] + 1.0}
+    ahead = sg.precompute(fun, params, X, wrt=TRAINED)
+    kept = ahead.early(params, X)
+    needed, frozen = sg.partition(params, ahead.reads)
+    assert [k for k in params if frozen[k] is not sg.ABSENT] == ['torso']
+    np.testing.assert_allclose(ahead.late(needed, kept), fun(params, X), rtol=1e-5)
+    assert repr(ahead.reads) == "<ahead.reads: 'cell', 'head', 'tied'>"
+    nothing = sg.precompute(lambda p, x: torso(p, x), PARAMS, X, wrt=False)
+    assert sg.partition(PARAMS, nothing.reads)[0] == dict.fromkeys(PARAMS, sg.ABSENT)
+
+
+def test_what_late_reads_of_several_trees() -> None:
+    """Positions are those of late, which takes the parameters first."""
+
+    def fun(x: Any, body: Any, head: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ body['w']) @ head['w'])
+
+    args = X, {'w': PARAMS['torso']}, {'w': PARAMS['head']}
+    ahead = sg.precompute(fun, *args, argnums=(1, 2), wrt='2/**')
+    needed, _ = sg.partition(args[1:], ahead.reads)
+    assert needed[0] == {'w': sg.ABSENT}
+    ours = ahead.late(*needed, ahead.early(*args))
+    np.testing.assert_allclose(ours, fun(*args), rtol=1e-6)
+
+
+# A torso that is called twice.
+TWICE: dict[str, Any] = {
+    'operations': lambda params, x: jax.nn.relu(torso(params, x)),
+    'a scan': lambda params, x: lax.scan(
+        lambda h, _: (jax.nn.gelu(torso(params, h)), None), x, None, 3
+    )[0],
+    'a checkpoint': lambda params, x: jax.checkpoint(
+        lambda x: jax.nn.relu(torso(params, torso(params, x)))
+    )(x),
+    'a branch': lambda params, x: lax.cond(
+        x.sum() > 0, lambda x: torso(params, x), lambda x: torso(params, -x), x
+    ),
+}
+
+
+@pytest.mark.parametrize('name', TWICE)
+def test_equal_steps_share_their_value(name: str) -> None:
+    """Actor and critic each call the torso: its features are kept once."""
+    features = TWICE[name]
+
+    def fun(params: Any, x: Any) -> Any:
+        actor = features(params, x) @ params['head']
+        return jnp.mean(actor) + jnp.mean(jnp.sin(features(params, x) @ params['cell']))
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    kept = ahead.early(PARAMS, X)
+    assert [k.shape for k in kept] == [(3, 4)]
+    for params in PARAMS, MOVED:
+        np.testing.assert_allclose(ahead.late(params, kept), fun(params, X), rtol=1e-5)
+
+
+def test_steps_that_look_equal() -> None:
+    """Zeros of another sign, and numbers of another type, are other values."""
+
+    def fun(params: Any, x: Any) -> Any:
+        y = x @ params['torso']
+        signs = [jnp.copysign(1.0, (y * 0.0) + zero) for zero in (0.0, -0.0)]
+        powers = [lax.integer_pow(y, 2), lax.pow(y, jnp.full_like(y, 3.0))]
+        turns = [
+            lax.scan(lambda h, _, c=c: (jnp.tanh(h + c), None), y, None, 2)[0]
+            for c in (1.0, 2.0)
+        ]
+        return jnp.mean(sum([*signs, *powers, *turns]) @ params['head'])
+
+    assert_split(fun, X, once=1)
+
+
+def test_what_is_the_same_in_all_turns() -> None:
+    """It is computed once, and kept once, whatever the loop carries."""
+    words = XS
+
+    def fun(params: Any, x: Any, words: Any) -> Any:
+        def turn(h: Any, word: Any) -> Any:
+            keys = jnp.tanh(x @ params['torso'])
+            return jnp.tanh((h * keys + word) @ params['cell']), None
+
+        return jnp.mean(lax.scan(turn, jnp.zeros((3, 4)), words)[0])
+
+    ahead = assert_split(fun, X, words, once=1)
+    assert sum(k.size for k in ahead.kept) <= X.size + words.size
+
+
+def test_rows_of_a_table() -> None:
+    """They are looked up again if late reads the table, and the ids are smaller."""
+    ids = jnp.array([[0, 3], [1, 1]])
+
+    def fun(tied: bool) -> Any:
+        def loss(params: Any, ids: Any) -> Any:
+            h = params['table'][ids]
+            out = h + jnp.sin(h * params['scale'][None, None])
+            return jnp.mean(out @ params['table'].T if tied else out)
+
+        return loss
+
+    params = {
+        'table': jax.random.normal(jax.random.key(0), (5, 8)),
+        'scale': jnp.ones(8),
+    }
+    shapes: dict[bool, list[int]] = {}
+    for tied in True, False:
+        with jax.numpy_dtype_promotion('standard'):
+            ahead = sg.precompute(fun(tied), params, ids, wrt='scale')
+        shapes[tied] = [k.size for k in ahead.kept]
+        kept = ahead.early(params, ids)
+        np.testing.assert_allclose(
+            ahead.late(params, kept), fun(tied)(params, ids), rtol=1e-5
+        )
+    assert shapes == {True: [4], False: [32]}
+
+
+def test_much_that_is_kept_for_little() -> None:
+    """LoRA in all layers but the first product: rows are kept in place of ids."""
+
+    def fun(params: Any, ids: Any) -> Any:
+        h = params['embed'][ids]
+        for w in params['layers']:
+            h = h + jnp.tanh(h @ w['frozen'] + h @ w['a'] @ w['b'])
+        return jnp.mean(h @ params['embed'].T)
+
+    def of(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer = {'frozen': of(32, 32), 'a': of(32, 2), 'b': of(2, 32)}
+    params = {'embed': of(50, 32), 'layers': [layer] * 8}
+    ids = jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    with pytest.warns(
+        UserWarning, match='^Much is kept for little: 8,448 bytes for 256'
+    ):
+        ahead = sg.precompute(fun, params, ids, wrt=['layers/*/a', 'layers/*/b'])
+    assert '8,448 bytes are kept, for 256 bytes of data.' in str(ahead)
+
+
+def test_a_checkpoint_is_that_of_the_user() -> None:
+    """JAX marks halves as differentiated, which adds barriers to each value."""
+
+    def fun(params: Any, x: Any) -> Any:
+        @jax.checkpoint
+        def body(params: Any, x: Any) -> Any:
+            return jnp.sin(torso(params, x) @ params['head'])
+
+        return jnp.mean(body(params, x))
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    late = jax.jit(ahead.late).lower(PARAMS, ahead.early(PARAMS, X)).as_text()
+    assert 'optimization_barrier' not in late
+
+
+class ActorCritic(fnn.Module):
+    def setup(self) -> None:
+        self.torso, self.actor, self.critic = fnn.Dense(8), fnn.Dense(3), fnn.Dense(1)
+
+    def act(self, x: Any) -> Any:
+        return self.actor(fnn.relu(self.torso(x)))
+
+    def value(self, x: Any) -> Any:
+        return self.critic(fnn.relu(self.torso(x)))
+
+    def __call__(self, x: Any) -> Any:
+        return self.act(x), self.value(x)
+
+
+def test_two_methods_of_a_model() -> None:
+    """Each applies the torso: there is one product in early."""
+    net = ActorCritic()
+    params = net.init(jax.random.key(0), X)['params']
+
+    def fun(params: Any, x: Any) -> Any:
+        both = (net.apply({'params': params}, x, method=m) for m in ('act', 'value'))
+        return sum(jnp.mean(y**2) for y in both)
+
+    ahead = sg.precompute(fun, params, X, wrt=['actor/**', 'critic/**'])
+    assert products(ahead.early, params, X) == 1
+    assert [k.shape for k in ahead.kept] == [(3, 8)]
