@@ -142,9 +142,9 @@ class ThreeLosses(nn.Module):
         """The sum of three losses, each of which trains one part."""
         with self.stop(True):
             sample = self.sample(x)
-        with self.stop(['code_*/**', 'explanation/**']):
+        with self.stop('code_*/**'):
             gln = self.gln_loss(x)
-        with self.stop(['gln_*/**', 'explanation/**']):
+        with self.stop('gln_*/**'):
             code = self.code_loss(x, sample)
         with self.stop(['gln_*/**', 'code_*/**']):
             explanation = self.explanation_loss(x, sample)

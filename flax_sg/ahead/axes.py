@@ -12,33 +12,13 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
+from flax_sg.internals import primitives
+from flax_sg.internals.primitives import Kind
+
 Source: TypeAlias = tuple[int, int]
 Axes: TypeAlias = list[tuple[Source, ...] | None]
 
-ELEMENTWISE = frozenset(
-    (
-        *('abs', 'acos', 'acosh', 'add', 'add_any', 'and', 'asin', 'asinh', 'atan'),
-        *('atan2', 'atanh', 'bessel_i0e', 'bessel_i1e', 'cbrt', 'ceil', 'clamp', 'clz'),
-        *('complex', 'conj', 'polygamma', 'regularized_incomplete_beta', 'zeta'),
-        *('convert_element_type', 'copy', 'copy_p', 'cos', 'cosh', 'digamma', 'div'),
-        *('eq', 'eq_to', 'erf', 'erf_inv', 'erfc', 'exp', 'exp2', 'expm1', 'floor'),
-        *('ge', 'gt', 'igamma', 'igammac', 'imag', 'integer_pow', 'is_finite'),
-        *('le', 'le_to', 'lgamma', 'log', 'log1p', 'logistic', 'lt', 'lt_to', 'max'),
-        *('min', 'mul', 'name', 'ne', 'neg', 'nextafter', 'not', 'or', 'pow'),
-        *('random_clone', 'random_fold_in', 'random_seed'),
-        *('population_count', 'real', 'reduce_precision', 'rem', 'round', 'rsqrt'),
-        *('select_n', 'shift_left', 'shift_right_arithmetic', 'shift_right_logical'),
-        *('sign', 'sin', 'sinh', 'sqrt', 'square', 'stop_gradient', 'sub', 'tan'),
-        *('tanh', 'threefry2x32', 'xor'),
-    )
-)
-# Each operand for itself.
-EACH_BY_ITSELF = frozenset(
-    (
-        *('device_put', 'layout_constraint', 'optimization_barrier', 'pcast', 'pvary'),
-        *('reshard', 'sharding_constraint'),
-    )
-)
+ELEMENTWISE = primitives.names_of(Kind.ELEMENTWISE)
 # The parameter with the axes along which values meet. The others stay as they are.
 _ALONG = {
     **dict.fromkeys(('cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp'), 'axis'),

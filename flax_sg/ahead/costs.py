@@ -6,31 +6,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from flax_sg.ahead.axes import EACH_BY_ITSELF, ELEMENTWISE
-from flax_sg.internals import jaxprs
+from flax_sg.internals import jaxprs, primitives
+from flax_sg.internals.primitives import Kind
 
-# What is made again rather than kept: it costs as much as to read it.
-_CHEAP = frozenset(
-    (
-        *ELEMENTWISE,
-        *EACH_BY_ITSELF,
-        *(
-            'axis_index',
-            'bitcast_convert_type',
-            'broadcast_in_dim',
-            'concatenate',
-            'dynamic_slice',
-        ),
-        *('expand_dims', 'iota', 'pad', 'random_split', 'random_unwrap', 'random_wrap'),
-        *('reshape', 'rev', 'slice', 'split', 'squeeze', 'stack', 'tile', 'transpose'),
-        'unstack',
-    )
-) - frozenset(
-    (
-        *('bessel_i0e', 'bessel_i1e', 'digamma', 'igamma', 'igammac', 'lgamma'),
-        *('polygamma', 'regularized_incomplete_beta', 'threefry2x32', 'zeta'),
-    )
-)
+# What is made again rather than kept.
+_CHEAP = primitives.names_of(Kind.CHEAP)
 
 
 def is_cheap(eqn: Any) -> bool:

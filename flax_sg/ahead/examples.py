@@ -20,12 +20,13 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from flax_sg import errors
-from flax_sg.ahead.axes import EACH_BY_ITSELF, Axes, axes_of
+from flax_sg.ahead.axes import Axes, axes_of
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.steps import Step, Value
 from flax_sg.flow.flat import Site
-from flax_sg.internals import jaxprs
+from flax_sg.internals import jaxprs, primitives
 from flax_sg.internals.jaxprs import opened
+from flax_sg.internals.primitives import Kind
 
 
 class Examples(NamedTuple):
@@ -97,6 +98,8 @@ Place: TypeAlias = Examples | Alike | Known | Joined | Mixed
 
 # Nothing depends on examples, and no rows are known to be alike.
 _NOT_KNOWN: Alike = frozenset()
+# Of several operands each output is one. A cast is elementwise, too.
+_SAME = primitives.names_of(Kind.SAME) - primitives.names_of(Kind.ELEMENTWISE)
 # Larger constants are not looked at.
 _LARGE = 1 << 16
 
@@ -281,7 +284,7 @@ class _Walk:
         name = eqn.primitive.name
         if (body := jaxprs.called_by(eqn)) is not None:
             return self.body(body, ins, Site(eqn, site))
-        if name in EACH_BY_ITSELF:
+        if name in _SAME:
             return [*ins]
         if all(isinstance(place, Known) for place in ins) and _is_of_positions(eqn):
             return _computed(eqn, ins)

@@ -25,7 +25,6 @@ from flax_sg.filters.expressions import Constant as Constant
 from flax_sg.filters.expressions import Filter, Or
 from flax_sg.filters.expressions import Not as Not
 from flax_sg.filters.expressions import Trained as Trained
-from flax_sg.filters.expressions import is_meant as is_meant
 from flax_sg.filters.expressions import named as named
 from flax_sg.filters.expressions import negated as negated
 from flax_sg.filters.indices import Index as Index
@@ -44,6 +43,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost
 from flax_sg.internals.optional import is_nnx_model, is_of_nnx
+from flax_sg.internals.types import is_meant as is_meant
 
 # What stands for a filter; ``where`` explains the members.
 Where: TypeAlias = (

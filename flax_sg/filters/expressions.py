@@ -19,7 +19,7 @@ from flax_sg import errors
 from flax_sg.filters import tokens
 from flax_sg.filters.paths import Owner, Path, all_paths, is_parameter, shape_and_dtype
 from flax_sg.internals.modules import ToldByHash
-from flax_sg.internals.types import Decision
+from flax_sg.internals.types import Decision, is_meant
 
 # Asks an elementary filter about a variable.
 Ask: TypeAlias = 'Callable[[Atom, Path], Any]'
@@ -391,11 +391,6 @@ def named(where: Filter, side: str, call: str) -> Filter:
 def negated(decision: Decision) -> Decision:
     """The opposite of what a filter says."""
     return not decision if isinstance(decision, bool) else ~decision
-
-
-def is_meant(decision: Decision) -> bool:
-    """Whether a filter means a variable, or a part of it."""
-    return decision is not False
 
 
 def takes(atom: Atom, path: Path) -> Decision:

@@ -43,52 +43,37 @@ class Kind(enum.Flag):
 
 
 _K = Kind
-_UNARY = _K.ELEMENTWISE | _K.ZEROS_STAY
-_SAME = _K.SAME | _K.BY_ITSELF | _K.ZEROS_STAY
+_EACH = _K.ELEMENTWISE | _K.CHEAP
+_UNARY = _EACH | _K.ZEROS_STAY
+_SAME = _K.SAME | _K.BY_ITSELF | _K.ZEROS_STAY | _K.CHEAP
 
 _ROWS: dict[str, Kind] = {
     # Functions of one element, of which zero is zero.
-    'abs ceil erf expm1 floor log1p neg round sign sin sqrt square tanh': (
-        _UNARY | _K.CHEAP
-    ),
-    'asin asinh atan atanh cbrt conj erf_inv imag real sinh tan': _UNARY,
+    'abs asin asinh atan atanh cbrt ceil conj erf erf_inv expm1 floor imag': _UNARY,
+    'log1p neg real round sign sin sinh sqrt square tan tanh': _UNARY,
     # Other functions of one element, or of several.
-    'add add_any and clamp cos div eq exp exp2 ge gt integer_pow is_finite le log': (
-        _K.ELEMENTWISE | _K.CHEAP
-    ),
-    'logistic lt max min mul ne not or pow rsqrt select_n sub xor': (
-        _K.ELEMENTWISE | _K.CHEAP
-    ),
-    'acos acosh atan2 bessel_i0e bessel_i1e clz complex cosh digamma eq_to erfc': (
-        _K.ELEMENTWISE
-    ),
-    'igamma igamma_grad_a igammac le_to lgamma log2 lt_to mulhi nextafter': (
-        _K.ELEMENTWISE
-    ),
-    'one_minus_square polygamma population_count random_clone random_fold_in': (
-        _K.ELEMENTWISE
-    ),
-    'random_seed regularized_incomplete_beta rem shift_left threefry2x32 zeta': (
-        _K.ELEMENTWISE
-    ),
-    'shift_right_arithmetic shift_right_logical': _K.ELEMENTWISE,
+    'acos acosh add add_any and atan2 clamp clz complex cos cosh div eq eq_to': _EACH,
+    'erfc exp exp2 ge gt integer_pow is_finite le le_to log log2 logistic lt': _EACH,
+    'lt_to max min mul mulhi ne nextafter not one_minus_square or pow': _EACH,
+    'population_count random_clone random_fold_in random_seed rem rsqrt': _EACH,
+    'select_n shift_left shift_right_arithmetic shift_right_logical sub xor': _EACH,
+    'bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac lgamma': _K.ELEMENTWISE,
+    'polygamma regularized_incomplete_beta threefry2x32 zeta': _K.ELEMENTWISE,
     # Values as they are.
-    'convert_element_type copy copy_p stop_gradient': (
-        _SAME | _K.ELEMENTWISE | _K.CHEAP
+    'convert_element_type copy copy_p name reduce_precision stop_gradient': (
+        _SAME | _K.ELEMENTWISE
     ),
-    'name reduce_precision': _SAME | _K.ELEMENTWISE,
-    'pcast pvary': _SAME | _K.CHEAP,
-    'device_put layout_constraint mesh_cast optimization_barrier reshard': _SAME,
-    'sharding_constraint': _SAME,
+    'device_put layout_constraint mesh_cast optimization_barrier pcast pvary': _SAME,
+    'reshard sharding_constraint': _SAME,
     # Elements that move.
     'broadcast_in_dim expand_dims reshape rev squeeze transpose': _K.FORM | _K.CHEAP,
-    'slice split': _K.PARTS | _K.CHEAP,
-    'unstack gather': _K.PARTS,
-    'dynamic_slice': _K.PARTS | _K.ZEROS_OF_ZEROS,
+    'slice split unstack': _K.PARTS | _K.CHEAP,
+    'gather': _K.PARTS,
+    'dynamic_slice': _K.PARTS | _K.ZEROS_OF_ZEROS | _K.CHEAP,
     'dynamic_update_slice scatter': _K.OVERWRITES,
-    'concatenate pad': _K.CHEAP,
-    'stack bitcast_convert_type': _K.NOTHING,
-    'tile sort top_k': _K.ZEROS_OF_ZEROS,
+    'bitcast_convert_type concatenate pad stack': _K.CHEAP,
+    'tile': _K.ZEROS_OF_ZEROS | _K.CHEAP,
+    'sort top_k': _K.ZEROS_OF_ZEROS,
     # Sums, products and the like.
     'cummax cummin cumprod cumsum fft reduce_window_sum select_and_scatter_add': (
         _K.ZEROS_OF_ZEROS
@@ -103,11 +88,8 @@ _ROWS: dict[str, Kind] = {
     'cholesky eig eigh hessenberg householder_product lu qr schur svd': _K.NOTHING,
     'triangular_solve tridiagonal tridiagonal_solve custom_linear_solve': _K.NOTHING,
     # What needs no operand, or makes random numbers.
-    'iota': _K.CHEAP,
-    'axis_index empty2 random_bits random_gamma random_split random_unwrap': (
-        _K.NOTHING
-    ),
-    'random_wrap rng_bit_generator rng_uniform': _K.NOTHING,
+    'axis_index iota random_split random_unwrap random_wrap': _K.CHEAP,
+    'empty2 random_bits random_gamma rng_bit_generator rng_uniform': _K.NOTHING,
     # Between devices.
     'psum psum2': _K.BY_ITSELF | _K.ZEROS_OF_ZEROS,
     'all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast': (

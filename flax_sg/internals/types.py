@@ -22,3 +22,12 @@ Decision: TypeAlias = Any
 Transformation: TypeAlias = Any
 # A filter of NNX: a type, a tag, a function of path and value, or several.
 Kind: TypeAlias = Any
+
+
+def is_meant(decision: Decision) -> bool:
+    """Whether a filter means an array, or a part of it.
+
+    >>> is_meant(True), is_meant(False)
+    (True, False)
+    """
+    return decision is not False

@@ -5,6 +5,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive, primitives
 
+from flax_sg.ahead import axes
 from flax_sg.flow import zeros
 from flax_sg.internals import primitives as table
 from flax_sg.internals.primitives import KINDS, Kind, names_of
@@ -24,6 +25,7 @@ def test_no_primitive_of_jax_is_unknown():
 
 def test_the_rules_of_an_analysis_are_of_primitives_in_the_table():
     rules = {*zeros._TOGETHER, *zeros._MOVES, *zeros._PARTS, *zeros._MEET}
+    rules |= {*axes._ALONG, *axes._REDUCED, *axes._MATRICES, *axes._RULES}
     assert sorted(rules - KINDS.keys()) == []
 
 
