@@ -146,7 +146,7 @@ class ThreeLosses(nn.Module):
             gln = self.gln_loss(x)
         with self.stop('gln_*/**'):
             code = self.code_loss(x, sample)
-        with self.stop(['gln_*/**', 'code_*/**']):
+        with self.stop('code_*/**'):
             explanation = self.explanation_loss(x, sample)
         return gln + code + explanation
 
