@@ -436,12 +436,15 @@ def _is_mixed(place: Place) -> TypeGuard[Mixed]:
 
 def _is_small(value: Any) -> bool:
     """Whether an array may hold positions: integers or bools, and not too many."""
-    is_whole = isinstance(value, (np.ndarray, jax.Array)) or np.isscalar(value)
+    # jax 0.7.2 has a class of its own for the arrays of literals.
+    is_whole = hasattr(value, 'dtype') or np.isscalar(value)
     is_whole = is_whole and not isinstance(value, Tracer)
     return is_whole and _may_be_positions(jax.typeof(value))
 
 
 def _may_be_positions(aval: Any) -> bool:
+    if hasattr(aval, 'inner_aval'):  # A mutable array.
+        return False
     return getattr(aval.dtype, 'kind', '') in ('i', 'u', 'b') and aval.size <= _LARGE
 
 

@@ -149,6 +149,23 @@ def test_loops_in_checkpoints_in_loops():
     assert (6, 2, 3, 4) in [k.shape for k in ahead.kept]
 
 
+def test_a_frozen_loop_in_a_loop() -> None:
+    """It stays one loop: its last state is kept for each turn, and no other."""
+
+    def fun(params: Any, xs: Any) -> Any:
+        def layer(h: Any, _: None) -> Any:
+            return jnp.tanh(h @ params['torso']), None
+
+        def turn(h: Any, x: Any) -> Any:
+            features, _ = lax.scan(layer, x, None, 3)
+            return jnp.tanh(h @ params['cell'] + features), None
+
+        return jnp.sum(lax.scan(turn, jnp.zeros((3, 4)), xs)[0] @ params['head'])
+
+    ahead = assert_split(fun, XS, once=1)
+    assert [k.shape for k in ahead.kept] == [(6, 3, 4)]
+
+
 def test_models_of_linen():
     """``nn.remat`` around a frozen encoder and a head; ``nn.scan`` over time."""
 

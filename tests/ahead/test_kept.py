@@ -114,6 +114,25 @@ def test_what_late_reads_of_several_trees() -> None:
     np.testing.assert_allclose(ours, fun(*args), rtol=1e-6)
 
 
+def test_axes_of_the_loss_of_one_example() -> None:
+    """What reads no data is kept once, and not for each example of ``jax.vmap``."""
+    prompts = jnp.eye(4)[:2]
+
+    def of_one(params: Any, x: Any) -> Any:
+        return jnp.mean(
+            (torso(params, x[None]) @ params['head']) @ torso(params, prompts).T
+        )
+
+    one = sg.precompute(of_one, PARAMS, X[0], wrt=TRAINED)
+    assert sorted(map(str, one.axes)) == ['0', 'None']
+    kept = jax.vmap(one.early, (None, 0), one.axes)(PARAMS, X)
+    assert sorted(k.size for k in kept) == [2 * 4, 3 * 4]
+    for params in PARAMS, MOVED:
+        ours = jax.vmap(one.late, (None, one.axes))(params, kept)
+        right = jax.vmap(of_one, (None, 0))(params, X)
+        np.testing.assert_allclose(ours, right, rtol=1e-5)
+
+
 # A torso that is called twice.
 TWICE: dict[str, Any] = {
     'operations': lambda params, x: jax.nn.relu(torso(params, x)),

@@ -186,6 +186,20 @@ def test_frozen_rows_that_are_returned_or_sliced_have_no_gradient():
     assert not grads['written'][:2].any() and grads['written'][2:4].all()
 
 
+def test_layers_by_an_index() -> None:
+    """Loops that read some layers alone: those of frozen layers are computed once."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def turn(h: Any, t: Any) -> Any:
+            w = lax.dynamic_index_in_dim(params['stack'], t, keepdims=False)
+            return jnp.tanh(h @ w), None
+
+        h, _ = lax.scan(turn, x, jnp.array([1, 0], jnp.uint32))
+        return jnp.sum(lax.scan(turn, h, jnp.array([3, 4, 2], jnp.uint32))[0])
+
+    assert_split(loss, PARAMS, ABOVE, [2], [3])
+
+
 def test_loops_that_stay_whole():
     """Frozen layers behind a trained one; cheap layers; a stack as output."""
 
