@@ -22,9 +22,9 @@ def signature(thing: Any, name: str) -> str | None:
         return None
     if isinstance(thing, type) and issubclass(thing, Exception):
         return None
-    # Some classes of Flax have a metaclass that takes anything.
-    is_of_nnx = isinstance(thing, type) and type(thing).__name__ == 'PytreeMeta'
-    found = inspect.signature(thing.__init__ if is_of_nnx else thing).parameters
+    # Classes of NNX have a metaclass whose call takes anything.
+    makes = isinstance(thing, type) and '__init__' in vars(thing)
+    found = inspect.signature(thing.__init__ if makes else thing).parameters
     shown = [
         p.replace(annotation=p.empty, default=_Default.of(p.default))
         for p in found.values()
