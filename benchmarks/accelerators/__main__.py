@@ -140,8 +140,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 smoke.check(run(named, results.folder(compiler, Path(folder))))
         else:
-            run(named, results.folder(compiler, options.out))
             folder = results.folder(compiler, options.out)
+            folder.mkdir(parents=True, exist_ok=True)  # Where no row is kept, too.
+            run(named, folder)
             tables.write(folder, compiler, wanted(options.platform))
             if rows := results.read(folder / 'scale.json'):
                 picture.save(folder / 'scale.svg', rows)

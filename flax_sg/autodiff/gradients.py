@@ -162,6 +162,15 @@ def vjp(
     >>> back(1.0)
     ({'a': Array(8., dtype=float32, weak_type=True), 'c': ABSENT, 'steps': ABSENT},)
 
+    JAX's own ``back`` has more in some releases: ``with_refs`` and ``with_logs``. For
+    these, give JAX a function of the part:
+
+    >>> import jax
+    >>> part, rest = sg.partition({'a': 3.0, 'c': 4.0, 'steps': 7}, 'a')
+    >>> y, back = jax.vjp(lambda part: f(sg.combine(part, rest)), part)
+    >>> back(1.0)
+    ({'a': Array(8., dtype=float32, weak_type=True), 'c': ABSENT, 'steps': ABSENT},)
+
     Args:
         fun: a function of pytrees.
         *primals: its arguments. Their leaves may be of any kind.

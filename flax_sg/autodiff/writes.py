@@ -33,7 +33,8 @@ def watched(fun: Callable[..., Any]) -> Callable[..., Any]:
                 f'{describe(fun)} writes to a copy of a model of NNX, and that is '
                 'lost: batch statistics, counts of random keys.\nWrite nnx.grad(loss, '
                 'argnums=nnx.DiffState(0, nnx.where(model, where))), or return what is '
-                'written as aux: has_aux=True.',
+                'written as aux: has_aux=True.\nWith graph=False, Flax refuses '
+                'DiffState: write nnx.grad(loss) of a view, and sg.freeze(tx, ~live).',
                 Place.here(),
                 UserWarning,
             )

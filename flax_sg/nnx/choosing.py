@@ -195,6 +195,9 @@ class DiffState(nnx.DiffState):
     checks them. A text with neither ``/`` nor ``*`` may be a path, or the tag of a
     kind, as for Flax.
 
+    Flax refuses it with ``graph=False`` and with ``graph_updates=False``. There write
+    ``nnx.grad(loss)`` of a view, and ``sg.freeze(tx, ~live)`` for the optimizer.
+
     Args:
         argnum: which argument is differentiated.
         filter: a glob, a filter such as ``sg.live`` returns, or any filter of NNX.

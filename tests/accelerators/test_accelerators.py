@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_sg as sg
 from benchmarks import trainers
+from benchmarks.accelerators import __main__ as command_line
 from benchmarks.accelerators import (
     compilers,
     kernels,
@@ -229,3 +230,12 @@ def test_rows_are_kept_and_written(tmp_path, monkeypatch):
     assert page[-1] == '- sharded, v5p: LoRA; scan'
     [line] = [line for line in page if line.startswith('| x ')]
     assert line.endswith('| 2 all-reduce (5) | 0.50 |')
+
+
+def test_nothing_to_compile_is_no_error(tmp_path, monkeypatch):
+    """Where no row has such a name, the folder is made all the same."""
+    command = f'accelerators {compilers.HERE} --only nothing --out {tmp_path / "new"}'
+    monkeypatch.setattr('sys.argv', command.split())
+    command_line.main()
+    [folder] = (tmp_path / 'new').iterdir()
+    assert [file.name for file in folder.iterdir()] == ['README.md']

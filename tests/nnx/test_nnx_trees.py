@@ -1,5 +1,6 @@
 """NNX modules and states where flax_sg takes a tree, and filters for NNX."""
 
+import inspect
 import re
 from typing import Any
 
@@ -63,6 +64,39 @@ def test_gradients_and_an_optimizer_for_what_is_trained():
     oracle.assert_same(trained(stopped, tx, live), by_hand)
 
 
+HAS_TREE_MODE = 'graph_updates' in inspect.signature(flax_nnx.grad).parameters
+
+
+@pytest.mark.skipif(not HAS_TREE_MODE, reason='this Flax has graph mode alone')
+@pytest.mark.parametrize('mode', [{'graph': False}, {'graph_updates': False}], ids=str)
+def test_a_step_in_tree_mode_is_that_of_graph_mode(mode: dict[str, Any]):
+    def trained(tx, wrt, argnums, **mode):
+        model = Net()
+        optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+        grad = nnx.grad(frozen_body, argnums=argnums, allow_int=True, **mode)
+        step = lambda model, optimizer: optimizer.update(model, grad(model))  # noqa: E731
+        for _ in range(3):
+            nnx.jit(step, **mode)(model, optimizer)
+        return pure(model)
+
+    tx, live = optax.adamw(0.1), nnx.where(Net(), sg.live(frozen_body, Net(), X))
+    of_a_part = nnx.DiffState(0, live)
+    expected = trained(tx, live, of_a_part)
+    oracle.assert_same(trained(sg.freeze(tx, ~live), nnx.Param, 0, **mode), expected)
+    with pytest.raises(ValueError, match='cannot contain `DiffState` objects'):
+        trained(tx, live, of_a_part, **mode)
+
+
+@pytest.mark.skipif(not HAS_TREE_MODE, reason='this Flax has graph mode alone')
+def test_a_model_beside_its_view_is_for_graph_mode():
+    model = Net()
+    view = nnx.stop_gradient(model, 'body/**')
+    both = lambda model, view: model(X) + view(X)  # noqa: E731
+    nnx.jit(both)(model, view)
+    with pytest.raises(ValueError, match='Duplicate'):
+        nnx.jit(both, graph=False)(model, view)
+
+
 def test_masks_labels_and_parts_of_states():
     params = nnx.state(Net(), nnx.Param)
     mask = nnx.to_pure_dict(sg.mask(params, frozen=['body/1/*', 'norm/*', 'head/*']))
@@ -81,8 +115,9 @@ def test_what_a_model_writes_in_a_gradient_of_a_tree_is_told():
         lambda: sg.grad(loss_of, wrt=where)(model),
         lambda: sg.vjp(loss_of, model, wrt=where),
     ):
-        with pytest.warns(UserWarning, match='batch statistics, counts of random keys'):
+        with pytest.warns(UserWarning, match='counts of random keys') as told:
             gradient()
+        assert 'With graph=False' in str(told[0].message)
     sg.grad(with_state, has_aux=True, wrt=where)(model)  # Here nothing is lost.
     model.eval()
     oracle.assert_same(

@@ -1,4 +1,7 @@
-"""The reference and the page of all names list exactly the public names."""
+"""The reference and the page of all names list exactly the public names.
+
+The signatures are made here. ``pytest --rewrite`` on this file writes them to the page.
+"""
 
 import inspect
 import re
@@ -12,6 +15,7 @@ import pytest
 
 import flax_sg
 from flax_sg import core, errors, filters, linen, testing
+from tests.helpers.signatures import signatures
 
 DOCS = Path(__file__).parents[2] / 'docs'
 
@@ -87,6 +91,20 @@ def test_the_page_of_all_names(module: ModuleType, short: str, returned: set[str
     rows = re.findall(r'^\| `(\w+)\.(\w+)`', (DOCS / 'names.md').read_text(), re.M)
     listed = [name for prefix, name in rows if prefix == short]
     assert sorted(listed) == sorted(names_of(module))
+
+
+@each_module
+def test_the_signatures(
+    module: ModuleType, short: str, returned: set[str], request: pytest.FixtureRequest
+):
+    page = (DOCS / 'names.md').read_text()
+    names = re.findall(rf'^\| `{short}\.(\w+)`', page, re.M)
+    made = signatures(module, short, names)
+    written = re.findall(rf'^```text\n((?:{short}\..*\n)+)```$', page, re.M)
+    if made and request.config.getoption('--rewrite'):
+        (DOCS / 'names.md').write_text(page.replace(written[0], made))
+        return
+    assert written == ([made] if made else [])
 
 
 @each_module
