@@ -22,6 +22,7 @@ from flax_sg.ahead.arguments import (
     named_in,
     words_of,
 )
+from flax_sg.ahead.numbers import agrees
 from flax_sg.ahead.writes import Watch, Write, changed_by
 from flax_sg.filters.paths import Path
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
@@ -134,7 +135,8 @@ def traced(
         if is_number(leaf) and name not in (*own, *changing)
     ]
     # The rows of examples hold no number.
-    program, arguments = trace(numbers) if examples else _with_numbers(trace, numbers)
+    values = {at: trees[at[0]].values[at[1]] for at in numbers}
+    program, arguments = trace(numbers) if examples else _with_numbers(trace, values)
     treedef, outputs, found = form
     changed = changed_by(program, found, len(outputs))
     lost = [write.name for write, _ in changed if write.name not in (*own, *changing)]
@@ -159,17 +161,31 @@ def traced(
 
 
 def _with_numbers(
-    trace: Callable[[Collection[_Place]], Any], numbers: Sequence[_Place]
+    trace: Callable[[Collection[_Place]], Any], numbers: Mapping[_Place, Any]
 ) -> Any:
-    """A trace in which numbers are inputs, but for those whose values are asked for."""
-    with contextlib.suppress(Exception):
-        return trace(())
+    """A trace in which numbers are inputs, but for those whose values are asked for.
+
+    If a function does something else for a traced number, all numbers are constants.
+    """
+    fixed, _ = trace(numbers)
     constants = [*numbers]
+
+    def is_right(constants: Collection[_Place]) -> bool:
+        with contextlib.suppress(Exception):
+            program, arguments = trace(constants)
+            slots = {
+                arguments[name].slots[n][0]: number
+                for (name, n), number in numbers.items()
+                if (name, n) not in constants
+            }
+            return agrees(program, fixed, slots)
+        return False
+
+    if is_right(()):
+        return trace(())
     for number in numbers:
         fewer = [x for x in constants if x != number]
-        with contextlib.suppress(Exception):
-            trace(fewer)
-            constants = fewer
+        constants = fewer if is_right(fewer) else constants
     return trace(constants)
 
 

@@ -52,8 +52,18 @@ def judge(block: Block, reads: bool) -> None:
         if not block.lease.is_blank:
             history.untraced |= block.untraced
         block.effective |= history.effective
-        if reads and (idle := _idle(block)) is not None:
-            warn_once(_no_effect(block, idle), block.place)
+        idle = _idle(block) if reads else []
+        told = [(part, _no_effect(block, part), block.place) for part in idle]
+        if root is not None and block.asker.is_list and block.effective:
+            # Blocks of one list may each read a part of it: ``settle`` tells.
+            effective, waiting = root.lists.setdefault(
+                block.rewrite.where.shape, (set(), [])
+            )
+            effective |= block.effective
+            waiting += told
+        else:
+            for _, text, place in told:
+                warn_once(text, place)
 
 
 def leave_unjudged(block: Block) -> None:
@@ -158,24 +168,25 @@ def _unused(
     return error
 
 
-def _idle(block: Block) -> filters.Filter | None:
-    """The filter of a block, or a part of a list, that selects nothing that was read.
+def _idle(block: Block) -> list[filters.Filter]:
+    """The filter of a block, or the parts of a list, that select nothing that was read.
 
-    None if there is none, or if it need not select anything.
+    What need not select anything is left out.
     """
     where = block.rewrite.where
     if where == filters.Constant(True):
         is_idle = block.uncovered or _ran_no_module(block)
-        return where if is_idle and not block.effective else None
+        return [where] if is_idle and not block.effective else []
     if thread.doubts is not None or block.rewrite.rule.acts_on == 'writes':
-        return None
+        return []
     if not block.effective:
-        return None if _may_be_idle(where) else where
-    for part in where.parts if isinstance(where, filters.Or) else ():
-        is_idle = block.effective.isdisjoint(atom.shape for atom in part.atoms)
-        if is_idle and not (_may_be_idle(part) or isinstance(part, filters.Not)):
-            return part
-    return None
+        return [] if _may_be_idle(where) else [where]
+    return [
+        part
+        for part in (where.parts if isinstance(where, filters.Or) else ())
+        if not (_may_be_idle(part) or isinstance(part, filters.Not))
+        and block.effective.isdisjoint(atom.shape for atom in part.atoms)
+    ]
 
 
 def _may_be_idle(where: filters.Filter) -> bool:
@@ -234,6 +245,12 @@ def settle(root: Root, handled: BaseException | None) -> None:
             if error and verdict(block):
                 block.lease.discard()
                 raise error
+    lists = [*root.lists.values()]
+    root.lists.clear()
+    for effective, waiting in lists if sys.exception() is handled else ():
+        for part, text, place in waiting:
+            if effective.isdisjoint(atom.shape for atom in part.atoms):
+                warn_once(text, place)
 
 
 def _meet(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -112,6 +113,8 @@ class Root:
         sown: the variables that ``Module.sow`` has written in a block.
         pending: closed blocks that are judged when the tree is complete, each with
             the exception that was being handled when it closed.
+        lists: for each list of filters, by its shape, which of its atoms selected what
+            was read in a block of the tree, and the warnings of the others.
     """
 
     def __init__(self, tree: Tree, scope: Scope) -> None:
@@ -125,6 +128,7 @@ class Root:
         self.setups = Setups()
         self.sown: set[Key] = set()
         self.pending: list[Any] = []
+        self.lists: dict[Hashable, tuple[set[Hashable], list[Any]]] = {}
 
     @functools.cached_property
     def kept_trace(self) -> weakref.ref[Any] | None:
@@ -135,6 +139,7 @@ class Root:
         """Returns a root of the same tree, for a second run of ``setup`` in blocks."""
         scratch = copy.copy(self)
         scratch.setups, scratch.pending, scratch.sown = Setups(made_in), [], set()
+        scratch.lists = {}
         scratch.met_by = set()
         return scratch
 
@@ -142,6 +147,7 @@ class Root:
         """Returns a root of the same tree, for a body that begins in blocks."""
         inner = Root(self.tree, scope)
         inner.initializing, inner.pending = self.initializing, self.pending
+        inner.lists = self.lists
         if covered:  # Otherwise nothing was rewritten, and an empty one is shared.
             inner.handed = Handed(covered, around=self)
         inner.setups = Setups(self.setups.made_in, is_new=self.setups.is_new)

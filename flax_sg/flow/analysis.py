@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,10 +96,39 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    return report_on(traced(fun, args, argnums, has_aux, wrt, kwargs))
+    return traced_and_told(fun, args, argnums, has_aux, wrt, kwargs)[1]
 
 
-def report_on(trace: Traced) -> GradientFlow:
+def traced_and_told(*call: Any) -> tuple[Traced, GradientFlow]:
+    """The trace of a function and the report on it, for the arguments of ``traced``.
+
+    For a traced number a function may do something else without a word: so do
+    ``f'layer_{n}'`` and ``isinstance(n, int)``, and a loop of ``n`` turns has no
+    derivative. So it is traced with the numbers as constants, too. If it trains more
+    then, or has a derivative only then, the report holds for these numbers alone.
+    """
+    trace = traced(*call)
+    if not trace.takes_numbers:
+        return trace, _report_on(trace)
+    fixed = found = None
+    with contextlib.suppress(Exception):
+        fixed = traced(*call, is_fixed=True)
+        found = _report_on(fixed)
+    if fixed is None or found is None:
+        return trace, _report_on(trace)
+    try:
+        report = _report_on(trace)
+    except errors.ArgumentTypeError:
+        return fixed, found
+    trains_more = any(
+        filters.is_meant(found.trained(n)) and not filters.is_meant(report.trained(n))
+        for n in range(len(report.parameters))
+    )
+    is_same = found.outputs == report.outputs and not trains_more
+    return (trace, report) if is_same else (fixed, found.joined(report))
+
+
+def _report_on(trace: Traced) -> GradientFlow:
     """The report on a function that was traced."""
     try:
         return _report(trace)

@@ -8,9 +8,9 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, listed
-from flax_sg.flow.analysis import report_on
+from flax_sg.flow.analysis import traced_and_told
 from flax_sg.flow.report import STOPPED, GradientFlow
-from flax_sg.flow.traced import Traced, traced
+from flax_sg.flow.traced import Traced
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.trees.leaves import arguments_of, is_array, is_differentiable
@@ -93,8 +93,8 @@ def live(
             'The filter names parameters of the first argument: give the model there.\n'
             'Write sg.live(loss, model, x), with a function loss(model, x).'
         )
-    trace = traced(fun, (params, *args), argnums, has_aux, wrt, kwargs)
-    report = report_on(trace)
+    call = fun, (params, *args), argnums, has_aux, wrt, kwargs
+    trace, report = traced_and_told(*call)
     trees = arguments_of((params, *args), argnums).values()
     asked = frozenset(path.place for tree in trees for path in tree.paths)
     parts = [*_parts(report, asked)]

@@ -132,6 +132,33 @@ class GradientFlow(Shown):
         # Programs cannot be pickled.
         return {**self.__dict__, 'explain': _no_way}
 
+    def joined(self, other: GradientFlow) -> GradientFlow:
+        """The report in which what another one trains counts as trained, too.
+
+        Args:
+            other: a report on the same parameters; of other outputs it says nothing.
+        """
+        if self.outputs != other.outputs:
+            return self
+        every = range(len(self.outputs)), range(len(self.parameters))
+
+        def of(k: int, n: int) -> GradientFlow:
+            return self if self.status[k][n] in (FLOWS, PARTLY) else other
+
+        def cells(field: str) -> Any:
+            rows = (
+                (getattr(of(k, n), field)[k][n] for n in every[1]) for k in every[0]
+            )
+            return tuple(map(tuple, rows))
+
+        return dataclasses.replace(
+            self,
+            status=cells('status'),
+            parts=cells('parts'),
+            conditions=cells('conditions'),
+            explain=lambda n, k: of(k, n).explain(n, k),
+        )
+
     def status_of(self, output: str, parameter: str) -> str:
         """How an output treats a parameter, one of the words of ``status``.
 

@@ -50,6 +50,7 @@ class Traced(NamedTuple):
             names. The program has been traced for these values.
         may_have_aux: whether the function returns a tuple that begins with one number,
             as ``(loss, new_statistics)``.
+        takes_numbers: whether a number of Python is an input of the program.
     """
 
     program: ClosedJaxpr
@@ -59,6 +60,7 @@ class Traced(NamedTuple):
     name: str
     numbers: dict[str, Any]
     may_have_aux: bool
+    takes_numbers: bool
 
 
 def traced(
@@ -68,8 +70,12 @@ def traced(
     has_aux: bool,
     wrt: filters.Where | Declared,
     kwargs: Mapping[str, Any],
+    is_fixed: bool = False,
 ) -> Traced:
-    """Traces a function once and finds its parameters; see ``gradient_flow``."""
+    """Traces a function and finds its parameters; see ``gradient_flow``.
+
+    With ``is_fixed`` all numbers of Python are constants.
+    """
     function = Function(fun, args, has_aux, kwargs)
     if not isinstance(wrt, Declared):
         wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
@@ -88,7 +94,7 @@ def traced(
         outputs[:], leaves = function.outputs(*arguments.restored(arrays))
         return leaves
 
-    program = _program(jax.make_jaxpr(of_arrays), arguments)
+    program = _program(jax.make_jaxpr(of_arrays), arguments, is_fixed)
     if not outputs:
         raise errors.ArgumentTypeError(
             f'{function.name} returns nothing: no gradient can come from there.\n'
@@ -104,13 +110,18 @@ def traced(
         function.name,
         arguments.constant_numbers(names),
         function.may_have_aux,
+        not arguments.numbers.keys().isdisjoint(arguments.inputs),
     )
 
 
-def _program(trace: Callable[..., ClosedJaxpr], arguments: _Arguments) -> ClosedJaxpr:
+def _program(
+    trace: Callable[..., ClosedJaxpr], arguments: _Arguments, is_fixed: bool
+) -> ClosedJaxpr:
     """The program; numbers whose values the function asks for are constants in it."""
     every = arguments.inputs
-    if arguments.numbers:
+    if arguments.numbers and is_fixed:
+        arguments.inputs = {k: every[k] for k in every if k not in arguments.numbers}
+    elif arguments.numbers:
         with contextlib.suppress(Exception):
             return trace(every)
         kept = [key for key in every if key not in arguments.numbers]
@@ -169,8 +180,7 @@ class _Arguments:
         self.numbers = {
             (n, k): leaf
             for (n, k), leaf in self.inputs.items()
-            if type(leaf) in _NUMBERS
-            and not (n in self.own and is_differentiable(leaf))
+            if _is_number(leaf) and not (n in self.own and is_differentiable(leaf))
         }
 
     def hold_parameters(self) -> bool:
@@ -249,6 +259,12 @@ def _is_left_out(decision: bool | filters.Part, is_state: bool) -> bool:
     the report that nobody asked for, unless ``wrt`` names them.
     """
     return is_state and decision is False
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether a leaf is one number, and no array of JAX, whose value has no answer."""
+    is_scalar = isinstance(leaf, np.generic) and leaf.dtype.kind in 'iufc'
+    return is_scalar or type(leaf) in _NUMBERS
 
 
 def _stopped(array: Any, decision: bool | filters.Part, path: Path) -> Any:

@@ -329,6 +329,49 @@ def test_numbers_of_python_are_data() -> None:
         ahead.early(PARAMS, X, 0.0, 0.5, bias=0.0)
 
 
+def scaled(params: Any, x: Any, factor: Any) -> Any:
+    y = jnp.tanh(x @ params['body']['w']) @ params['head']['w']
+    return jnp.mean(y) * factor
+
+
+OTHERWISE: dict[str, tuple[Any, Any]] = {
+    'its type': (lambda p, x, n: scaled(p, x, n if isinstance(n, float) else 1.0), 3.0),
+    'its text': (lambda p, x, n: scaled(p, x, {'3': 5.0}.get(f'{n}', 1.0)), 3),
+    'its shape': (lambda p, x, n: scaled(p, x, 1.0 if hasattr(n, 'shape') else 2.0), 3),
+    'of many bits': (lambda p, x, n: scaled(p, x, n * n / 1e9), 60000),
+    'of small differences': (lambda p, x, n: scaled(p, x, (1 - n) * 1e9), 1 - 1e-9),
+    'in a jitted function': (
+        lambda p, x, n: jax.jit(lambda x: scaled(p, x, 1.0 * isinstance(n, int)))(x),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize('name', OTHERWISE)
+def test_a_number_that_is_another_one_as_a_tracer(name: str) -> None:
+    """Nothing raises there: it is a constant, and another number raises."""
+    fun, number = OTHERWISE[name]
+    ahead = sg.precompute(fun, PARAMS, X, number, wrt='head/**')
+    kept = ahead.early(PARAMS, X, number)
+    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, number))
+    with pytest.raises(sg.errors.ArgumentTypeError, match=r'argument 2 \(n\) is'):
+        ahead.early(PARAMS, X, number + 1)
+
+
+def test_turns_of_a_loop_are_those_that_were_traced() -> None:
+    """JAX cannot differentiate a loop of so many turns as a tracer says."""
+
+    def fun(params: Any, x: Any, turns: int) -> Any:
+        x = jnp.tanh(x @ params['body']['w'])
+        turn = lambda _, x: jnp.tanh(x * params['head']['w'].sum())  # noqa: E731
+        return jnp.mean(jax.lax.fori_loop(0, turns, turn, x))
+
+    ahead = sg.precompute(fun, PARAMS, X, 3, wrt='head/**')
+    grads = sg.grad(ahead.late, wrt='head/**')(PARAMS, ahead.early(PARAMS, X, 3))
+    right = jax.grad(fun)(PARAMS, X, 3)
+    assert_same(grads['head'], right['head'])
+
+
 def test_a_number_whose_value_is_asked_for() -> None:
     """It alone is a constant: other numbers are data, and a bool is a flag."""
 

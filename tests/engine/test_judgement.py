@@ -536,3 +536,52 @@ def test_a_program_that_is_found_repeats_what_was_read_in_it():
     for _ in range(3):
         with nn.stop_gradient(['a/**', 'b/**']):
             apply(VARIABLES, X)
+
+
+class Shared(fnn.Module):
+    """Two blocks of one list, each of which reads one of its parts."""
+
+    where: Any
+
+    def setup(self):
+        self.a, self.b = fnn.Dense(2), fnn.Dense(2)
+
+    def encode(self, x):
+        with nn.stop_gradient(self.where):
+            return self.a(x)
+
+    def __call__(self, x):
+        x = self.encode(x)
+        with nn.stop_gradient(self.where):
+            return self.b(x)
+
+
+@pytest.mark.parametrize('jitted', [False, True])
+@pytest.mark.parametrize('lift', [fnn.jit, fnn.remat, lambda cls: cls])
+def test_blocks_of_one_list_are_judged_together(lift, jitted):
+    model = lift(Shared)(('a/**', 'b/**'))
+
+    def of_shared(params: Any) -> Any:
+        return jnp.sum(model.apply({'params': params}, X))
+
+    gradient = jax.grad(of_shared)
+    grads = (jax.jit(gradient) if jitted else gradient)(PARAMS)
+    assert oracle.is_zero(grads['a']['kernel']) and oracle.is_zero(grads['b']['bias'])
+
+
+def test_a_part_of_a_shared_list_that_nothing_reads_is_told():
+    class Third(Shared):
+        def setup(self):
+            super().setup()
+            self.c = fnn.Dense(2)
+
+        def __call__(self, x):
+            return super().__call__(self.c(x))
+
+    model = Third(('a/**', 'b/**', 'c/**'))
+    variables = oracle.init(model, KEY, X)
+    with pytest.warns(errors.NothingStoppedWarning, match='had no effect') as caught:
+        model.apply(variables, X)
+    assert {str(each.message).partition(' in ')[0] for each in caught} == {
+        "Glob('c/**')"
+    }

@@ -317,6 +317,52 @@ def test_a_number_that_a_function_asks_for_is_named(name):
     sg.live(lambda p, n: jnp.sum(p['a'] + jnp.zeros(n)), {'a': jnp.ones(2)}, 2)
 
 
+LAYERS = {**{f'layer_{n}': jnp.eye(3) for n in range(3)}, 'head': jnp.ones(3)}
+
+
+def by_name(params: Any, n: Any) -> Any:
+    """Trains one layer: the text of a traced number is another one, and no error."""
+    x = jnp.ones((2, 3))
+    for name in ('layer_0', 'layer_1', 'layer_2'):
+        w = params[name]
+        x = jnp.tanh(jnp.dot(x, w if name == f'layer_{n}' else lax.stop_gradient(w)))
+    return jnp.sum(jnp.dot(x, params['head']))
+
+
+def by_type(params: Any, n: Any) -> Any:
+    live = params['head'] if isinstance(n, int) else lax.stop_gradient(params['head'])
+    return jnp.sum(jnp.dot(params['layer_1'], live))
+
+
+def by_turns(params: Any, n: Any) -> Any:
+    """JAX cannot differentiate a loop of so many turns as a traced number says."""
+    turn = lambda _, x: jnp.tanh(jnp.dot(x, params['layer_1']))  # noqa: E731
+    x = lax.fori_loop(0, n, turn, lax.stop_gradient(params['layer_0']))
+    return jnp.sum(jnp.dot(x, params['head']))
+
+
+@pytest.mark.parametrize('fn', [by_name, by_type, by_turns])
+def test_a_number_that_is_another_one_as_a_tracer_counts_as_it_is(fn):
+    with pytest.warns(UserWarning, match='the filter holds for n=1 alone'):
+        live = sg.live(fn, LAYERS, 1)
+    assert repr(live) == "<live: 'head', 'layer_1'>"
+    sg.testing.assert_flows(fn, ['head', 'layer_1'], LAYERS, 1)
+    grads = sg.grad(fn, wrt=live)(LAYERS, 1)
+    right = jax.grad(fn)(LAYERS, 1)
+    assert not right['layer_0'].any() and not right['layer_2'].any()
+    oracle.assert_same(grads['layer_1'], right['layer_1'])
+    assert sg.gradient_flow(fn, LAYERS, 1).why('output', 'layer_1').lines
+
+
+def test_a_scalar_of_numpy_is_a_number():
+    def loss(params, step):
+        return jnp.sum(params['a'] if step >= 2 else params['b'])
+
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    with pytest.warns(UserWarning, match='holds for step=0 alone'):
+        assert repr(sg.live(loss, params, np.int32(0))) == "<live: 'b'>"
+
+
 def test_a_number_has_the_name_of_its_argument():
     def loss(params, *rest, config):
         return params['a'] if config['steps'][0] > 2 or rest[0] else params['b']

@@ -1,0 +1,100 @@
+"""Whether a function does the same for a traced number as for the number itself.
+
+``isinstance(n, int)`` and ``f'layer_{n}'`` do not, and ``n * n`` of 60,000 is too large
+for the 32 bits of a tracer. Nothing raises there. So a function is traced with numbers
+as inputs and with numbers as constants, and both programs are compared: what is made of
+numbers alone is computed, and has to be the constants of the other program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from flax_sg.internals import jaxprs
+
+
+def agrees(traced: Any, fixed: Any, numbers: Mapping[int, Any]) -> bool:
+    """Whether two programs are the same, one with numbers and one with constants.
+
+    Args:
+        traced: the closed jaxpr with numbers among its inputs.
+        fixed: the closed jaxpr with these numbers as constants.
+        numbers: the numbers, by the index of their input.
+    """
+    one, other = traced.jaxpr, fixed.jaxpr
+    known = {
+        one.invars[n]: np.asarray(number, one.invars[n].aval.dtype)
+        for n, number in numbers.items()
+    }
+    rest = [var for var in one.invars if var not in known]
+    pairs = dict(zip(rest, other.invars, strict=True))
+    if len(one.constvars) != len(other.constvars):
+        return False
+    pairs |= zip(one.constvars, other.constvars, strict=True)
+    return _same(one, other, known, pairs)
+
+
+def _same(one: Any, other: Any, known: dict[Any, Any], pairs: dict[Any, Any]) -> bool:
+    """Whether two open jaxprs are the same.
+
+    Args:
+        one: the jaxpr with numbers.
+        other: the jaxpr with constants.
+        known: what is known of values of the first: the numbers, to begin with.
+        pairs: for values of the first those of the other.
+    """
+
+    def value_of(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else known.get(x)
+
+    def alike(a: Any, b: Any) -> bool:
+        value = value_of(a)
+        if value is not None:
+            return isinstance(b, Literal) and _equal(value, b.val)
+        return not isinstance(b, Literal) and pairs.get(a) is b
+
+    equations = iter(other.eqns)
+    for eqn in one.eqns:
+        values = [*map(value_of, eqn.invars)]
+        reads_number = any(not isinstance(x, Literal) for x in eqn.invars)
+        is_known = reads_number and all(value is not None for value in values)
+        if is_known and not jaxprs.has_effect(eqn):
+            known.update(zip(eqn.outvars, jaxprs.bind(eqn, values), strict=True))
+            continue
+        same = next(equations, None)
+        if same is None or not _are_of_one_kind(eqn, same):
+            return False
+        if not all(map(alike, eqn.invars, same.invars)):
+            return False
+        pairs.update(zip(eqn.outvars, same.outvars, strict=True))
+    return next(equations, None) is None and all(map(alike, one.outvars, other.outvars))
+
+
+def _are_of_one_kind(eqn: Any, other: Any) -> bool:
+    """Whether two equations run the same primitive, and the same bodies."""
+    bodies, others = jaxprs.within(eqn), jaxprs.within(other)
+    if eqn.primitive is not other.primitive or len(bodies) != len(others):
+        return False
+    if len(eqn.invars) != len(other.invars) or len(eqn.outvars) != len(other.outvars):
+        return False
+    for body, same in zip(
+        map(jaxprs.opened, bodies), map(jaxprs.opened, others), strict=True
+    ):
+        if len(body.invars) != len(same.invars):
+            return False
+        pairs = dict(zip(body.invars, same.invars, strict=True))
+        pairs |= zip(body.constvars, same.constvars, strict=False)
+        if not _same(body, same, {}, pairs):
+            return False
+    return True
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two numbers are equal, in the precision of the first."""
+    one, other = np.asarray(one), np.asarray(other)
+    exact = one.dtype.kind in 'iub' and other.dtype.kind in 'iub'
+    return np.array_equal(one, other) if exact else np.allclose(one, other, 1e-6, 0.0)
