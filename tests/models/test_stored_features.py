@@ -19,7 +19,7 @@ import flax_sg as sg
 from benchmarks import stored
 from benchmarks.stored import Case
 from tests.helpers import situations
-from tests.helpers.programs import compiled
+from tests.helpers.programs import compiled, flops
 from tests.helpers.situations import SITUATIONS, Situation
 
 KEYS = situations.KEYS
@@ -63,8 +63,8 @@ def assert_by_hand(
     """A step of ``late`` is the step by hand; returns what it computes."""
     assert products(late, *args) == products(hand, *others)
     ours, right = compiled(late, *args), compiled(hand, *others)
-    flops = [program.cost_analysis()['flops'] for program in (ours, right)]
-    assert flops[0] <= flops[1]
+    costs = [program.cost_analysis()['flops'] for program in (ours, right)]
+    assert costs[0] <= costs[1]
     assert_same(jax.tree.leaves(ours(*args)), jax.tree.leaves(right(*others)))
     return ours(*args)
 
@@ -178,6 +178,12 @@ def test_a_model_of_nnx():
     assert_by_hand(ours, (own, kept), hand, (own, features))
 
 
+def assert_no_more_flops(ours: Any, hand: Any) -> None:
+    """Each is a function with its arguments."""
+    # jax 0.7.2 folds a constant less.
+    assert flops(*ours) <= 1.01 * flops(*hand)
+
+
 def three_steps(late: Callable[..., Any], situation: Situation, kept: Any) -> Any:
     """What three steps of gradient descent compute."""
     params, found = situation.params, []
@@ -185,9 +191,14 @@ def three_steps(late: Callable[..., Any], situation: Situation, kept: Any) -> An
     for each in situation.each:
         value, grads = step(params, kept, *each)
         found.append((value, grads))
-        moved = jax.tree.map(lambda w, g: w - 0.3 * g, *on_both(params, grads))
-        params = sg.combine(moved, sg.partition(params, situation.wrt)[1])
+        params = descend(params, grads, situation.wrt)
     return found
+
+
+def descend(params: Any, grads: Any, wrt: Any) -> Any:
+    """The parameters after a step of gradient descent."""
+    moved = jax.tree.map(lambda w, g: w - 0.3 * g, *on_both(params, grads))
+    return sg.combine(moved, sg.partition(params, wrt)[1])
 
 
 def on_both(params: Any, grads: Any) -> tuple[Any, Any]:
@@ -215,27 +226,28 @@ def test_a_public_situation(make: Callable[[], Situation]) -> None:
     needed, _ = sg.partition(situation.params, ahead.reads)
     if situation.wrt is False:
         assert_same(ahead.late(needed, kept), situation.late({}, features))
+        assert not jax.make_jaxpr(ahead.late)(needed, kept).eqns
+        early = situation.early, situation.params, *situation.data
+        assert_no_more_flops((ahead.early, *early[1:]), early)
         return
     ours = three_steps(ahead.late, situation._replace(params=needed), kept)
     hand = three_steps(situation.late, situation, features)
     assert_same(ours, hand)
-    flops = [
-        compiled(
-            sg.value_and_grad(late, wrt=situation.wrt), params, x, *args[first:]
-        ).cost_analysis()['flops']
-        for late, params, x in (
-            (ahead.late, needed, kept),
-            (situation.late, situation.params, features),
-        )
-    ]
-    assert flops[0] <= 1.01 * flops[1]  # jax 0.7.2 folds a constant less.
+    step, by_hand = (
+        sg.value_and_grad(late, wrt=situation.wrt)
+        for late in (ahead.late, situation.late)
+    )
+    assert_no_more_flops(
+        (step, needed, kept, *args[first:]),
+        (by_hand, situation.params, features, *args[first:]),
+    )
     whole = sg.value_and_grad(situation.loss, wrt=situation.wrt)
     assert_same(ours[0], whole(*args))
 
 
 def test_a_locked_image_tower() -> None:
     """SigLIP and LiT: all pairs of a batch meet in the loss, in shuffled batches."""
-    params = {
+    params: Any = {
         'image': situations.layers(1, 8, 8, 4),
         'embed': situations.normal(2, 11, 8),
         'text': situations.layers(3, 8, 4),
@@ -258,11 +270,15 @@ def test_a_locked_image_tower() -> None:
     kept = jax.tree.map(lambda *rows: jnp.concatenate(rows), *kept)
     image = situations.tower(params['image'], x)
     assert size(kept) <= size((image, ids))
+    step = jax.jit(sg.value_and_grad(ahead.late, wrt=wrt))
+    step_by_hand = jax.jit(sg.value_and_grad(by_hand, wrt=wrt))
     for rows in (jnp.array(rows) for rows in ([5, 0], [3, 1], [2, 4])):
-        ours = sg.value_and_grad(ahead.late, wrt=wrt)(params, [k[rows] for k in kept])
-        right = sg.value_and_grad(by_hand, wrt=wrt)(params, image[rows], ids[rows])
-        assert_same(ours, right)
-        params = {**params, 'scale': params['scale'] + 0.1}
+        ours = step, params, [k[rows] for k in kept]
+        hand = step_by_hand, params, image[rows], ids[rows]
+        value, grads = step(*ours[1:])
+        assert_same((value, grads), step_by_hand(*hand[1:]))
+        assert_no_more_flops(ours, hand)
+        params = descend(params, grads, wrt)
 
 
 def test_pairs_of_answers() -> None:
@@ -302,10 +318,14 @@ def test_pairs_of_answers() -> None:
     def of_rows(params: Any, kept: Any) -> Any:
         return jnp.mean(jax.vmap(one.late, (None, one.axes))(params, kept))
 
+    step, step_by_hand = (sg.value_and_grad(f, wrt=wrt) for f in (of_rows, by_hand))
     for rows in (jnp.array(rows) for rows in ([5, 0, 2], [3], [2, 4])):
-        ours = sg.value_and_grad(of_rows, wrt=wrt)(params, [k[rows] for k in kept])
-        hand = *(x[rows] for x in lower), reference[rows]
-        assert_same(ours, sg.value_and_grad(by_hand, wrt=wrt)(params, *hand))
+        ours = step, params, [k[rows] for k in kept]
+        hand = step_by_hand, params, *(x[rows] for x in lower), reference[rows]
+        value, grads = step(*ours[1:])
+        assert_same((value, grads), step_by_hand(*hand[1:]))
+        assert_no_more_flops(ours, hand)
+        params = descend(params, grads, wrt)
 
 
 def test_class_features_of_one_example() -> None:
@@ -342,6 +362,20 @@ def test_alignment_in_nnx() -> None:
     kept, seen = ahead.early(models[0], x), models[1].encoder(x)
     assert size(kept) <= size((x, seen))
     where = nnx.DiffState(0, nnx.All(nnx.Param, wrt))
+
+    graph, state = nnx.split(models[0])
+
+    def step(loss: Callable[..., Any]) -> Callable[..., Any]:
+        def of_state(state: Any, *args: Any) -> Any:
+            model = nnx.merge(graph, state)
+            return nnx.value_and_grad(loss, argnums=where)(model, *args)
+
+        return of_state
+
+    assert_no_more_flops(
+        (step(ahead.late), state, kept, KEYS[0]),
+        (step(situations.Repa.of_features), state, x, seen, KEYS[0]),
+    )
     for key in KEYS:
         ours = nnx.value_and_grad(ahead.late, argnums=where)(models[0], kept, key)
         hand = nnx.value_and_grad(situations.Repa.of_features, argnums=where)
@@ -352,7 +386,7 @@ def test_alignment_in_nnx() -> None:
             nnx.update(model, moved)
 
 
-@pytest.mark.parametrize('kind', ('shard_map', 'vmap'))
+@pytest.mark.parametrize('kind', ('shard_map', 'pmap', 'vmap'))
 def test_collectives(kind: str) -> None:
     """Text-to-image on devices: the loss is split in the functions that are mapped."""
     params = {
@@ -383,12 +417,22 @@ def test_collectives(kind: str) -> None:
         ahead = sg.precompute(loss, params, x, words, key, wrt=wrt, each=3)
         return mean(sg.value_and_grad(ahead.late, wrt=wrt)(params, kept, key))
 
+    def encoded(params: Any, x: Any, words: Any) -> Any:
+        latent = situations.tower(params['image'], x)
+        return latent, situations.tower(params['text'], words)
+
+    def hand(params: Any, x: Any, words: Any, features: Any, key: Any) -> Any:
+        step = sg.value_and_grad(by_hand, wrt=wrt)
+        return mean(step(params, *features, key))
+
     def whole(params: Any, x: Any, words: Any, key: Any) -> Any:
         return mean(sg.value_and_grad(loss, wrt=wrt)(params, x, words, key))
 
     def mapped(fun: Any, *axes: Any, out: Any) -> Any:
         if kind == 'vmap':
             return jax.vmap(fun, axes, out, axis_name='data')
+        if kind == 'pmap':
+            return jax.pmap(fun, 'data', in_axes=axes, out_axes=out)
         mesh = jax.make_mesh((2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
         spec = lambda axis: jax.sharding.PartitionSpec(*['data'] * (axis == 0))  # noqa: E731
         specs = tuple(map(spec, axes)), spec(out)
@@ -398,11 +442,21 @@ def test_collectives(kind: str) -> None:
             )
         )
 
-    data = [a.reshape(2, 3, -1) if kind == 'vmap' else a for a in (x, words)]
+    data = [a if kind == 'shard_map' else a.reshape(2, 3, -1) for a in (x, words)]
     kept = mapped(early, None, 0, 0, out=0)(params, *data)
+    features = mapped(encoded, None, 0, 0, out=0)(params, *data)
+    assert size(kept) <= size(features)
+    # Shapes are enough for the trace: nothing is computed of them.
+    step, step_by_hand = (
+        mapped(fun, None, 0, 0, 0, None, out=None) for fun in (late, hand)
+    )
+    assert_no_more_flops(
+        (step, params, *data, kept, KEYS[0]),
+        (step_by_hand, params, *data, features, KEYS[0]),
+    )
     for key in KEYS:
-        # Shapes are enough for the trace: nothing is computed of them.
-        ours = mapped(late, None, 0, 0, 0, None, out=None)(params, *data, kept, key)
+        value, grads = step(params, *data, kept, key)
+        assert_same((value, grads), step_by_hand(params, *data, features, key))
         right = mapped(whole, None, 0, 0, None, out=None)(params, *data, key)
-        assert_same(ours, right)
-        params = {**params, 'denoiser': params['denoiser'] * 1.1}
+        assert_same((value, grads), right)
+        params = descend(params, grads, wrt)

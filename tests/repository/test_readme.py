@@ -31,7 +31,6 @@ WITH_A_MODEL_FIRST = {
     'README.md',
     'quick_start.md',
     'names.md',
-    'precompute_programs.md',
 }
 
 every_page = pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
