@@ -45,10 +45,11 @@ def live(
     >>> sg.mask(params, frozen=~live)
     {'body': True, 'head': False}
 
-    The function is traced here, on shapes, and again when it is differentiated. The
-    filter is used at all steps. So numbers and arrays among the arguments may be any:
-    where the function asks for a number (``if step < k``), the filter holds for that
-    number alone, and a warning names it. In doubt a parameter counts as trained.
+    The function is traced here, on shapes, and again when it is differentiated; with
+    numbers of Python among its arguments it is traced here more than once. The filter
+    is used at all steps, so numbers and arrays among the arguments may be any. Where the
+    function asks for a number (``if step < k``), the filter holds for that number
+    alone, and a warning names it. In doubt a parameter counts as trained.
 
     Args:
         fun: a function of pytrees, or an unbound module for its ``apply``:
