@@ -167,10 +167,11 @@ def _with_numbers(
 
     If a function does something else for a traced number, all numbers are constants.
     """
+    if not numbers:
+        return trace(())
     fixed, _ = trace(numbers)
-    constants = [*numbers]
 
-    def is_right(constants: Collection[_Place]) -> bool:
+    def agreed(constants: Collection[_Place]) -> Any:
         with contextlib.suppress(Exception):
             program, arguments = trace(constants)
             slots = {
@@ -178,14 +179,14 @@ def _with_numbers(
                 for (name, n), number in numbers.items()
                 if (name, n) not in constants
             }
-            return agrees(program, fixed, slots)
-        return False
+            return (program, arguments) if agrees(program, fixed, slots) else None
 
-    if is_right(()):
-        return trace(())
+    if found := agreed(()):
+        return found
+    constants = [*numbers]
     for number in numbers:
         fewer = [x for x in constants if x != number]
-        constants = fewer if is_right(fewer) else constants
+        constants = fewer if agreed(fewer) else constants
     return trace(constants)
 
 

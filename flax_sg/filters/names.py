@@ -20,7 +20,7 @@ from flax_sg.filters.hints import nearest
 from flax_sg.filters.indices import Mask, Part
 from flax_sg.filters.paths import Owner, Path, all_paths, names_in
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Leaf, PyTree
+from flax_sg.internals.types import Leaf, PyTree, is_meant
 
 
 class BoolTree(Atom):
@@ -129,7 +129,7 @@ class BoolTree(Atom):
     @property
     def may_be_empty(self) -> bool:
         """Whether no leaf of the tree is True."""
-        return not any(self.bools.values())
+        return not any(map(is_meant, self.bools.values()))
 
     def unused(
         self, matches: bool, paths: Sequence[Path], owner: Owner

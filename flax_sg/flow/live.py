@@ -47,8 +47,8 @@ def live(
 
     The function is traced here, on shapes, and again when it is differentiated; with
     numbers of Python among its arguments it is traced here more than once. The filter
-    is used at all steps, so numbers and arrays among the arguments may be any. Where the
-    function asks for a number (``if step < k``), the filter holds for that number
+    is used at all steps, so numbers and arrays among the arguments may be any. Where
+    the function asks for a number (``if step < k``), the filter holds for that number
     alone, and a warning names it. In doubt a parameter counts as trained.
 
     Args:

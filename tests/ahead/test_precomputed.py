@@ -358,6 +358,17 @@ def test_a_number_that_is_another_one_as_a_tracer(name: str) -> None:
         ahead.early(PARAMS, X, number + 1)
 
 
+def test_a_function_without_numbers_is_traced_once() -> None:
+    traces: list[int] = []
+
+    def fun(params: Any, x: Any) -> Any:
+        traces.append(1)
+        return scaled(params, x, 1.0)
+
+    sg.precompute(fun, PARAMS, X, wrt='head/**')
+    assert len(traces) == 1
+
+
 def test_turns_of_a_loop_are_those_that_were_traced() -> None:
     """JAX cannot differentiate a loop of so many turns as a tracer says."""
 
