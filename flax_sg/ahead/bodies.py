@@ -6,13 +6,10 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
-
 from flax_sg.ahead.costs import is_cheap, is_cheap_within
-from flax_sg.ahead.steps import Value, is_in
 from flax_sg.ahead.walk import Walk
-from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs, partial
+from flax_sg.internals.program import Site, Value, is_in, numbers_in
 
 # What JAX has rules for. It takes no account of examples in a ``shard_map``.
 _SPLIT = frozenset(
@@ -32,25 +29,16 @@ def in_halves(
         return None
     is_late, again = batch.mixed_by(eqn, read, site) if batch else ((), frozenset())
     changes = [is_in(x, walk.changing) for x in read]
-    fixed = [x for x in read if not isinstance(x, Literal) and x not in walk.changing]
+    fixed = [x for x in numbers_in(read) if x not in walk.changing]
     if not fixed or not (any(changes) or again):
         return None
     halves = partial.halves_of(eqn, changes, _is_kept, again, is_late)
     if all(map(is_cheap_within, halves.known.eqns)):
         return None
-    known = ClosedJaxpr(halves.known, ())
-    made = walk.walk(known, [read[n] for n in halves.known_reads], site)
+    made = walk.walk(halves.known, [read[n] for n in halves.known_reads], site)
     outs, kept = made[: len(made) - halves.kept], made[len(made) - halves.kept :]
     values = [*kept, *(read[n] for n in halves.late_reads)]
-    numbers: dict[Any, Value] = dict(zip(halves.late.invars, values, strict=True))
-
-    def at(atom: Any) -> Value:
-        return atom if isinstance(atom, Literal) else numbers[atom]
-
-    for one in halves.late.eqns:
-        new = walk.whole(one, [*map(at, one.invars)], site)
-        numbers.update(zip(one.outvars, new, strict=True))
-    early, late = iter(outs), iter([*map(at, halves.late.outvars)])
+    early, late = iter(outs), iter(walk.walk(halves.late, values, site, walk.whole))
     return [
         walk.new(var.aval) if is_new is None else next(late if is_new else early)
         for var, is_new in zip(eqn.outvars, halves.changes, strict=True)

@@ -22,11 +22,10 @@ from jax.extend.core import Literal
 from flax_sg import errors
 from flax_sg.ahead.axes import Axes, axes_of
 from flax_sg.ahead.costs import is_cheap
-from flax_sg.ahead.steps import Step, Value
-from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs, primitives
 from flax_sg.internals.jaxprs import opened
 from flax_sg.internals.primitives import Kind
+from flax_sg.internals.program import Site, Step, Value
 
 
 class Examples(NamedTuple):

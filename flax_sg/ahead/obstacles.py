@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.split import Split
-from flax_sg.ahead.steps import Step, Value, is_in, makers_of
+from flax_sg.internals.program import Step, Value, is_in, makers_of
 
 
 class Root(NamedTuple):
@@ -122,7 +122,7 @@ class _Search:
             return
         self.reasons.update(dict.fromkeys(step.outs, reasons))
         is_drawn = not self.drawn.isdisjoint(read) and once.isdisjoint(read)
-        if step.eqn.primitive.name == 'random_bits' or is_drawn:
+        if step.name == 'random_bits' or is_drawn:
             self.drawn.update(step.outs)
         for n in read:
             for reason in reasons - self.reasons.get(n, set()):
@@ -160,7 +160,7 @@ class _Search:
 
     def _is_dropout(self, step: Step) -> bool:
         """Whether a step puts zeros where a mask was drawn."""
-        if step.eqn.primitive.name != 'select_n' or not is_in(step.ins[0], self.drawn):
+        if step.name != 'select_n' or not is_in(step.ins[0], self.drawn):
             return False
         return any(self._is_zero(value) for value in step.ins[1:])
 
@@ -168,7 +168,7 @@ class _Search:
         if isinstance(value, Literal):
             return not np.any(value.val)
         step = self.makers.get(value)
-        if step is None or step.eqn.primitive.name != 'broadcast_in_dim':
+        if step is None or step.name != 'broadcast_in_dim':
             return False
         return all(map(self._is_zero, step.ins))
 

@@ -14,11 +14,11 @@ from flax_sg.ahead.arguments import Name, check
 from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.report import Report
 from flax_sg.ahead.split import Split, split
-from flax_sg.ahead.steps import Step, numbers_in, run
 from flax_sg.ahead.traced import Traced, traced
 from flax_sg.ahead.writes import put
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
+from flax_sg.internals.program import Step, numbers_in, run
 from flax_sg.trees.trainable import DECLARED, Declared
 
 

@@ -11,9 +11,9 @@ from flax_sg.ahead.costs import bytes_of, flops_of
 from flax_sg.ahead.examples import Batch, of_the_batch
 from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
 from flax_sg.ahead.split import Split
-from flax_sg.ahead.steps import makers_of
 from flax_sg.ahead.traced import Traced
 from flax_sg.internals import jaxprs
+from flax_sg.internals.program import makers_of
 from flax_sg.rendering import text
 from flax_sg.trees.trainable import Declared
 

@@ -17,10 +17,9 @@ from jax.core import Tracer
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from flax_sg.ahead.axes import ELEMENTWISE
-from flax_sg.ahead.steps import Value, is_in, made_by, run
 from flax_sg.ahead.walk import Walk
-from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
+from flax_sg.internals.program import Site, Value, is_in, made_by, run
 
 # Where runs of rows begin and end.
 Bounds: TypeAlias = Sequence[tuple[int, int]]
@@ -205,7 +204,7 @@ def _known(walk: Walk, value: Value) -> Any:
     """A value that is made of constants alone, as NumPy has it; None for others."""
     if isinstance(value, Literal):
         return np.asarray(value.val)
-    steps = made_by(walk.steps, [value], given=walk.constants)
+    steps = made_by(walk.steps, [value], known=walk.constants)
     made = {n for step in steps for n in step.outs}
     read = {value, *(n for step in steps for n in step.read())} - made
     given = {n: walk.constants.get(n) for n in read}

@@ -9,10 +9,9 @@ from flax_sg.ahead import bodies, runs
 from flax_sg.ahead.costs import bytes_of, is_cheap
 from flax_sg.ahead.cut import cheapest_cut
 from flax_sg.ahead.examples import Batch
-from flax_sg.ahead.steps import Step, Value, made_by, numbers_in
 from flax_sg.ahead.walk import Walk
-from flax_sg.flow.flat import Site
 from flax_sg.internals import jaxprs
+from flax_sg.internals.program import Site, Step, Value, made_by, numbers_in
 
 # More bytes than anything has.
 _NEVER = 1 << 60
@@ -125,6 +124,6 @@ def _is_looked_up(eqn: Any) -> bool:
 
 def _is_unpacked(step: Step, own: dict[int, frozenset[int]]) -> bool:
     """Whether a table is read by parameters: weights are made of their codes."""
-    if step.eqn.primitive.name != 'gather':
+    if step.name != 'gather':
         return False
     return any(own.get(n) for n in numbers_in(step.ins[1:2]))

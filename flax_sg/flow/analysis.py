@@ -13,13 +13,14 @@ from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
 from flax_sg.flow import pullback
-from flax_sg.flow.flat import UNKNOWN, Flat
+from flax_sg.flow.flat import Flat
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow
 from flax_sg.flow.traced import Traced, traced
 from flax_sg.flow.uses import unclear, uses
 from flax_sg.flow.way import Way, way
 from flax_sg.flow.zeros import Mask
 from flax_sg.internals import jaxprs
+from flax_sg.internals.program import UNKNOWN
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -147,7 +148,7 @@ def _report(trace: Traced) -> GradientFlow:
             unread = _zeros(trace._replace(program=without))
         except pullback.RefusedError:  # JAX cannot differentiate what a stop hides.
             unread = None
-    flat, types = Flat(program.jaxpr), program.in_avals
+    flat, types = Flat(program), program.in_avals
     doubt = functools.cache(functools.partial(unclear, flat))
 
     def cell(output: int, n: int) -> tuple[str, filters.Part | None, str]:

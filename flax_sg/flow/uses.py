@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from flax_sg.flow.flat import Flat, Step
+from flax_sg.flow.flat import Flat, Join
 from flax_sg.flow.pullback import has_tangent
 from flax_sg.internals import jaxprs, primitives
 from flax_sg.internals.primitives import Kind
+from flax_sg.internals.program import Step, Value
 
 
 class Use(NamedTuple):
@@ -69,7 +70,7 @@ def unclear(flat: Flat, slots: Iterable[int], is_known: bool) -> Choice | None:
 def _by_condition(flat: Flat, step: Step) -> bool:
     """Whether one bool decides for all elements which input a step takes."""
     value = step.ins[0] if step.name == 'select_n' else None
-    while value is not None:
+    while isinstance(value, int):
         if math.prod(flat.avals[value].shape) == 1:
             return True
         maker = flat.makers.get(value)
@@ -78,9 +79,9 @@ def _by_condition(flat: Flat, step: Step) -> bool:
     return False
 
 
-def _is_constant(flat: Flat, value: int | None) -> bool:
+def _is_constant(flat: Flat, value: Value) -> bool:
     """Whether a value is a constant, or one in another form."""
-    while value is not None:
+    while isinstance(value, int):
         maker = flat.makers.get(value)
         if maker is None or maker.name not in _SAME_VALUE | {'not'}:
             return False
@@ -183,7 +184,7 @@ def _reads(
                 branches = [step.outs[0]] if index else []
                 waiting += [(out, stopped, is_part) for out in branches]
                 continue
-            if step.name == 'cond' and index < (step.joins or 0):
+            if isinstance(step, Join) and step.name == 'cond' and index < step.count:
                 waiting.append((step.outs[0], stopped, is_part))
                 continue
             ends = stopped or bool(is_stopped and is_stopped(step, index))

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flax_sg.flow.flat import UNKNOWN, Flat, Step
+from flax_sg.flow.flat import Flat, reaches
 from flax_sg.flow.pullback import has_tangent
 from flax_sg.flow.uses import Use
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import Bodies
+from flax_sg.internals.program import UNKNOWN, Step
 
 
 class Way(NamedTuple):
@@ -71,9 +72,9 @@ def way(flat: Flat, slots: Iterable[int], output: int) -> Way:
         seen.add(value)
         if value == flat.outputs[output]:
             return _described(walked)
-        rows, reaches = Step.reaches, flat.read
+        rows, reached = reaches, flat.read
         if is_live(value):
-            rows, reaches = flat.flows, flat.live
+            rows, reached = flat.flows, flat.live
         cuts = not is_live(value) and has_tangent(flat.avals[value])
         for step, index in flat.readers[value]:
             bits, last = rows(step)[index], walked
@@ -81,7 +82,7 @@ def way(flat: Flat, slots: Iterable[int], output: int) -> Way:
             if not Bodies.of(step.eqn).jaxprs:
                 last = _Walked(step, cuts, walked)
             for n, out in enumerate(step.outs):
-                if bits >> n & 1 and reaches[out] >> output & 1:
+                if bits >> n & 1 and reached[out] >> output & 1:
                     waiting.append((out, last))
     return Way()
 
