@@ -3,8 +3,8 @@
     python -m benchmarks.tracing [--only REGEX]
 
 Prints a table: each way to freeze relative to stops by hand, and the bound for
-flax_sg. Caches are cleared before each run, no garbage is collected meanwhile, and
-only CPU time counts.
+flax_sg, and how many functions of Python ran. Caches are cleared before each run, no
+garbage is collected meanwhile, and only CPU time counts.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -29,7 +30,7 @@ from flax_sg.internals import patching
 
 WIDTH = 64
 CALLS = 2000
-HEADS = ('program', 'way', 'ratio', 'quartiles', 'at most')
+HEADS = ('program', 'way', 'ratio', 'quartiles', 'at most', 'calls of Python')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +49,23 @@ class Program:
     bound: float
     rounds: int
 
+    def lower(self, loss: Callable[..., jax.Array]) -> Callable[[], None]:
+        """Returns what traces the gradient of a loss and lowers it."""
+
+        def run() -> None:
+            # A new function each time, because JAX caches the traces of functions.
+            jax.jit(jax.grad(lambda *args: loss(*args))).lower(*self.shapes)
+
+        return run
+
     def ratios(self) -> dict[str, timing.Ratio]:
         """Returns times to trace and lower, relative to stops by hand."""
-
-        def lower(loss: Callable[..., jax.Array]) -> Callable[[], None]:
-            def run() -> None:
-                # A new function each time, because JAX caches the traces of functions.
-                jax.jit(jax.grad(lambda *args: loss(*args))).lower(*self.shapes)
-
-            return run
 
         def forget() -> None:
             jax.clear_caches()
             gc.collect()
 
-        runs = {way: lower(loss) for way, loss in self.ways.items()}
+        runs = {way: self.lower(loss) for way, loss in self.ways.items()}
         times = timing.interleaved(
             runs, self.rounds, clock=time.process_time, before=forget
         )
@@ -210,6 +213,25 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 }
 
 
+def calls(fn: Callable[[], Any]) -> int:
+    """Returns how many functions of Python the second of two calls runs."""
+    count = 0
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == 'call'
+
+    for _ in range(2):
+        count = 0
+        jax.clear_caches()
+        sys.setprofile(note)
+        try:
+            fn()
+        finally:
+            sys.setprofile(None)
+    return count
+
+
 def microseconds(fn: Callable[[], Any]) -> float:
     """Returns the time of one call, in the fastest of twenty rounds."""
     best = float('inf')
@@ -310,15 +332,17 @@ def main() -> None:
     parser.add_argument('--only', default='', help='a part of the name of a program')
     only = parser.parse_args().only
     gc.disable()
-    print(f'| {" | ".join(HEADS)} |\n|---|---|---|---|---|')
+    print(f'| {" | ".join(HEADS)} |\n|---|---|---|---|---|---|')
     for name, make in PROGRAMS.items():
         if not re.search(only, name):
             continue
         program = make()
+        count = {way: calls(program.lower(loss)) for way, loss in program.ways.items()}
         for way, ratio in program.ratios().items():
             bound = f'{program.bound:.2f}' if way.startswith('flax_sg') else ''
             quartiles = f'{ratio.low:.2f} to {ratio.high:.2f}'
-            row = name, way, f'{ratio.median:.2f}', quartiles, bound
+            of_calls = f'{count[way] / count[BY_HAND]:.3f}'
+            row = name, way, f'{ratio.median:.2f}', quartiles, bound, of_calls
             print(f'| {" | ".join(row)} |', flush=True)
     if re.search(only, 'a block'):
         print('\n| microseconds | measured | at most |\n|---|---|---|')
