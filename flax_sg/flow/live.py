@@ -49,7 +49,9 @@ def live(
     numbers of Python among its arguments it is traced here more than once. The filter
     is used at all steps, so numbers and arrays among the arguments may be any. Where
     the function asks for a number (``if step < k``), the filter holds for that number
-    alone, and a warning names it. In doubt a parameter counts as trained.
+    alone, and a warning names it. In doubt a parameter counts as trained. The text and
+    the type of a number (``f'{step}'``) are those of a tracer, as under ``jax.jit``: if
+    they decide what is trained, bind it with ``functools.partial``.
 
     Args:
         fun: a function of pytrees, or an unbound module for its ``apply``:
