@@ -151,7 +151,10 @@ def _doubts(trace: Traced, report: GradientFlow) -> Iterator[str]:
 
 def _for_numbers(trace: Traced, report: GradientFlow, untrained: Sequence[str]) -> str:
     """What to say if a number may decide what a function trains."""
-    argument = next(iter(trace.numbers)).partition('/')[0]
+    argument, _, inside = next(iter(trace.numbers)).partition('/')
+    bind = f'bind it: functools.partial(fun, {argument}=...)'
+    if inside:
+        bind = f'let the function close over it, and leave it out of {argument}'
     return (
         f'sg.live: {trace.name} asks for the value of {listed([*trace.numbers])}, so '
         f'the filter holds for {", ".join(report.numbers)} alone.\n'
@@ -159,8 +162,7 @@ def _for_numbers(trace: Traced, report: GradientFlow, untrained: Sequence[str]) 
         'trains that, sg.freeze(tx, ~live) keeps it frozen all the same.\n'
         'Write what JAX can trace: jnp.where(step < k, a, b), or a block of '
         'sg.where(where) & (step < k).\n'
-        'If the number never changes, bind it: '
-        f'functools.partial(fun, {argument}=...).'
+        f'If the number never changes, {bind}.'
     )
 
 

@@ -312,6 +312,9 @@ def test_a_number_that_a_function_asks_for_is_named(name):
     # The weight stays an input, of which nothing is known.
     assert repr(live) == "<live: 'a', 'c'>"
     assert 'It holds for step=1 alone.' in str(sg.gradient_flow(loss, params, 1, 0.0))
+    in_a_batch = lambda p, batch: loss(p, batch['n'], 0.0)  # noqa: E731
+    with pytest.warns(UserWarning, match='close over it, and leave it out of batch'):
+        sg.live(in_a_batch, params, {'n': 1})
     # Nothing is said of what is bound, of flags, and where everything is trained.
     assert sg.live(lambda p, w: loss(p, 1, w), params, 0.0) == live
     sg.live(lambda p, n: jnp.sum(p['a'] + jnp.zeros(n)), {'a': jnp.ones(2)}, 2)
