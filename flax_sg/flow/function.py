@@ -16,6 +16,7 @@ from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import natural_key
 from flax_sg.flow.rows import unique
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import path_of
 
 # The name of an output that is not in a tree.
@@ -50,7 +51,9 @@ class Function:
                 'Write sg.live(model, variables, x), with variables = '
                 'model.init(key, x); the same for sg.gradient_flow.'
             )
-        self.run: Any = fun.apply if isinstance(fun, linen.Module) else fun
+        self.run: Callable[..., PyTree] = (
+            fun.apply if isinstance(fun, linen.Module) else fun
+        )
         self.name = type(fun).__name__ if is_module else predicates.describe(fun)
         self.may_have_aux = False
         self._is_module = is_module

@@ -1,12 +1,14 @@
-"""Names for types that Python cannot check, for readers of a signature.
+"""Names for types, for readers of a signature.
 
-Each of them is ``Any``: what is in a tree, or whether a filter means a part of an
-array, is known when a program runs.
+All but those of jaxprs are ``Any``, which Python cannot check: what is in a tree, or
+whether a filter means a part of an array, is known when a program runs.
 """
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 # An array of JAX or NumPy, a tracer, or a number of Python.
 Array: TypeAlias = Any
@@ -22,6 +24,14 @@ Decision: TypeAlias = Any
 Transformation: TypeAlias = Any
 # A filter of NNX: a type, a tag, a function of path and value, or several.
 Kind: TypeAlias = Any
+# The structure of a tree, as ``jax.tree.structure`` returns it.
+TreeDef: TypeAlias = Any
+# A jaxpr, open, or closed over its constants.
+AnyJaxpr: TypeAlias = ClosedJaxpr | Jaxpr
+# What an equation of a jaxpr reads: a variable, or a constant as it is.
+Atom: TypeAlias = Literal | Var
+# The type of a value in a jaxpr: shape, dtype and sharding. JAX declares none of these.
+Aval: TypeAlias = Any
 
 
 def is_meant(decision: Decision) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from flax.core import lift
 from jax.extend import core
+from jax.extend.core import JaxprEqn, Primitive
 
 from flax_sg import errors
 from flax_sg.engine import contents
@@ -188,7 +189,7 @@ class _Run:
         self.constant = {v for v, value in given if not isinstance(value, Tracer)}
         self.waiting: dict[Any, Any] = {}
 
-    def step(self, equation: Any) -> None:
+    def step(self, equation: JaxprEqn) -> None:
         """Runs an equation, or lets it wait."""
         inputs, made = _variables_in(equation.invars), equation.outvars
         is_stop = equation.primitive.name == _STOP
@@ -244,7 +245,7 @@ def _run(equations: Sequence[Any], values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _bind_again(
-    steps: Sequence[Any], equation: Any, values: dict[Any, Any]
+    steps: Sequence[Any], equation: JaxprEqn, values: dict[Any, Any]
 ) -> Sequence[Any]:
     """Runs an operation whose backward pass runs some steps before it again.
 
@@ -259,7 +260,7 @@ def _bind_again(
     inner = jaxprs.checkpoint_of(equation)
     of_steps = {signature for step in steps for signature in _operations(step)}
 
-    def saves(primitive: Any, *args: Any, **params: PyTree) -> bool:
+    def saves(primitive: Primitive, *args: Any, **params: PyTree) -> bool:
         if primitive.name in _OF_LAYER or _signature(primitive, args) in of_steps:
             return False
         if inner is None:
@@ -279,12 +280,12 @@ def _bind_again(
     return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*values.values())
 
 
-def _is_slow(equation: Any) -> bool:
+def _is_slow(equation: JaxprEqn) -> bool:
     is_product: Any = jax.checkpoint_policies.dots_saveable
     return any(is_product(primitive) for primitive, *_ in _operations(equation))
 
 
-def _operations(equation: Any) -> Iterator[tuple[Any, ...]]:
+def _operations(equation: JaxprEqn) -> Iterator[tuple[Any, ...]]:
     """The signatures of an operation, and of all operations within it."""
     yield _signature(equation.primitive, [v.aval for v in equation.invars])
     for inner in jaxprs.within(equation):
@@ -292,6 +293,6 @@ def _operations(equation: Any) -> Iterator[tuple[Any, ...]]:
             yield from _operations(part)
 
 
-def _signature(primitive: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
+def _signature(primitive: Primitive, avals: Sequence[Any]) -> tuple[Any, ...]:
     """What the policy of a checkpoint can tell of an operation."""
     return primitive, *map(str, avals)
