@@ -126,8 +126,8 @@ def traced_and_told(*call: Any) -> tuple[Traced, GradientFlow]:
         and not filters.is_meant(report.trained(n))
         for n in range(len(report.parameters))
     )
-    is_same = found.outputs == report.outputs and not trains_more
-    return (trace, report) if is_same else (fixed, found.joined(report))
+    is_same = report_of_fixed.outputs == report.outputs and not trains_more
+    return (trace, report) if is_same else (fixed, report_of_fixed.joined(report))
 
 
 def _report_on(trace: Traced) -> GradientFlow:
