@@ -112,9 +112,9 @@ def _reshape(params: Params, ins: list[Shape], out: Shape) -> Axes:
         before = itertools.accumulate((1, *shape), lambda a, b: a * b)
         return [*zip(before, shape, strict=False)]
 
-    found = {place: axis for axis, place in enumerate(places(ins[0]))}
+    axis_at = {place: axis for axis, place in enumerate(places(ins[0]))}
     return [
-        ((0, found[place]),) if place in found else None if place[1] > 1 else ()
+        ((0, axis_at[place]),) if place in axis_at else None if place[1] > 1 else ()
         for place in places(out)
     ]
 

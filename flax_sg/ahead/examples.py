@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from numpy.typing import NDArray
 
 from flax_sg import errors
-from flax_sg.ahead.axes import Axes, axes_of
+from flax_sg.ahead.axes import Axes, Source, axes_of
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.internals import jaxprs, primitives
 from flax_sg.internals.jaxprs import opened
@@ -209,33 +209,6 @@ def _no_axis(
     )
 
 
-def of_the_batch(split: Any, inputs: Mapping[int, tuple[str, Aval]]) -> str:
-    """Says that rows of what is kept are not single examples; empty if they may be.
-
-    Args:
-        split: a program that was split without looking at examples.
-        inputs: the data of a batch, as for ``Batch``.
-    """
-    whole = 'If the data are a batch, what is kept belongs to all of it'
-    advice = 'For rows of single examples, write examples=True.'
-    arrays = {n: named for n, named in inputs.items() if named[1].shape}
-    if not arrays:
-        return ''
-    try:
-        batch = Batch(arrays)
-    except errors.ArgumentTypeError:
-        return f'{whole}. {advice}'
-    mixed = next(filter(None, map(batch.mixed_in, split.early)), [])
-    if mixed:
-        return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
-    rows = [
-        batch.places.get(n) == Examples() and split.avals[n].shape[0] == batch.count
-        for n in split.kept
-        if n in split.data
-    ]
-    return '' if all(rows) else f'{whole}. {advice}'
-
-
 def followed(
     program: ClosedJaxpr, ins: Sequence[Place], count: int, site: Site | None = None
 ) -> list[Place]:
@@ -340,14 +313,18 @@ class _Walk:
         self, axes: Axes, ins: Sequence[Place], eqn: JaxprEqn, site: Site
     ) -> Place:
         """The place in an output, by what its axes come from."""
-        own = {(n, place.axis) for n, place in enumerate(ins) if _has_examples(place)}
-        if not own:
-            return frozenset(j for j, found in enumerate(axes) if _is_alike(found, ins))
+        examples = {
+            (n, place.axis) for n, place in enumerate(ins) if _has_examples(place)
+        }
+        if not examples:
+            return frozenset(
+                j for j, sources in enumerate(axes) if _is_alike(sources, ins)
+            )
         inners = {place.inner for place in ins if _has_examples(place)}
-        for j, found in enumerate(axes):
-            if found is None or not own <= {*found} or len(inners) > 1:
+        for j, sources in enumerate(axes):
+            if sources is None or not examples <= {*sources} or len(inners) > 1:
                 continue
-            if _is_alike([source for source in found if source not in own], ins):
+            if _is_alike([x for x in sources if x not in examples], ins):
                 return Examples(j, *inners)
         return Mixed(eqn, site)
 
@@ -494,10 +471,10 @@ def _mixed_in(places: Iterable[Place]) -> Mixed | None:
     return next((place for place in places if isinstance(place, Mixed)), None)
 
 
-def _is_alike(found: Iterable[tuple[int, int]] | None, ins: Sequence[Place]) -> bool:
+def _is_alike(sources: Iterable[Source] | None, ins: Sequence[Place]) -> bool:
     """Whether all rows along an axis are alike, if it comes from these."""
-    return found is not None and all(
-        isinstance(place := ins[n], frozenset) and axis in place for n, axis in found
+    return sources is not None and all(
+        isinstance(place := ins[n], frozenset) and axis in place for n, axis in sources
     )
 
 

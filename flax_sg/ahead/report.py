@@ -8,9 +8,9 @@ from jax.extend.core import Literal
 
 from flax_sg import errors, filters
 from flax_sg.ahead.costs import bytes_of, flops_of
-from flax_sg.ahead.examples import Batch, of_the_batch
+from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
-from flax_sg.ahead.split import Split
+from flax_sg.ahead.split import Split, of_the_batch
 from flax_sg.ahead.traced import Traced
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import makers_of

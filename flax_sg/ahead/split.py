@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from flax_sg import errors
 from flax_sg.ahead import bodies, runs
 from flax_sg.ahead.costs import bytes_of, is_cheap
 from flax_sg.ahead.cut import cheapest_cut
-from flax_sg.ahead.examples import Batch
+from flax_sg.ahead.examples import Batch, Examples
 from flax_sg.ahead.walk import Walk
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Site, Step, Value, made_by, numbers_in
@@ -134,3 +135,30 @@ def _is_unpacked(step: Step, params_of: dict[int, frozenset[int]]) -> bool:
     if step.name != 'gather':
         return False
     return any(params_of.get(n) for n in numbers_in(step.ins[1:2]))
+
+
+def of_the_batch(parts: Split, inputs: Mapping[int, tuple[str, Aval]]) -> str:
+    """Says that rows of what is kept are not single examples; empty if they may be.
+
+    Args:
+        parts: a program that was split without looking at examples.
+        inputs: the data of a batch, as for ``Batch``.
+    """
+    whole = 'If the data are a batch, what is kept belongs to all of it'
+    advice = 'For rows of single examples, write examples=True.'
+    arrays = {n: named for n, named in inputs.items() if named[1].shape}
+    if not arrays:
+        return ''
+    try:
+        batch = Batch(arrays)
+    except errors.ArgumentTypeError:
+        return f'{whole}. {advice}'
+    mixed = next(filter(None, map(batch.mixed_in, parts.early)), [])
+    if mixed:
+        return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
+    rows = [
+        batch.places.get(n) == Examples() and parts.avals[n].shape[0] == batch.count
+        for n in parts.kept
+        if n in parts.data
+    ]
+    return '' if all(rows) else f'{whole}. {advice}'

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from flax_sg import filters
 from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.types import PyTree
 
 
 def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
@@ -66,7 +67,7 @@ def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -
             )
 
 
-def is_switched_off(out: Any) -> bool:
+def is_switched_off(out: PyTree) -> bool:
     """Whether a function returned a number of Python or NumPy, as ``return 0.0`` does.
 
     So does a loss that is switched off: no filter is to blame for it. What JAX has

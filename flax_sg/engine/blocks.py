@@ -17,6 +17,7 @@ from flax_sg.engine.roots import Root, Tree
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing, versions
 from flax_sg.internals.places import Place
+from flax_sg.internals.types import Level
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Facts
@@ -68,7 +69,7 @@ class Block:
     asker: numbers.Asker
     lease: numbers.Lease
     depth: int
-    level: Any
+    level: Level
     kept_trace: Any
     place: Place
     decisions: dict[Facts, Decided] = field(default_factory=dict)

@@ -22,13 +22,14 @@ from flax_sg.engine import (
     writes,
 )
 from flax_sg.internals import modules, patching
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.variables import MISSING
 
 # The functions of Flax and JAX that the hooks stand on, by their names.
 _original = patching.originals
 
 
-def _get_variable(self: Scope, col: str, name: str, default: Any = None) -> Any:
+def _get_variable(self: Scope, col: str, name: str, default: PyTree = None) -> Any:
     open_blocks = blocks.active()
     if not open_blocks:
         return _original['get_variable'](self, col, name, default)
@@ -53,7 +54,12 @@ def _variables(self: Scope) -> Any:
 
 
 def _param(
-    self: Scope, name: str, init_fn: Any, *args: Any, unbox: bool = True, **kw: Any
+    self: Scope,
+    name: str,
+    init_fn: Callable[..., PyTree],
+    *args: Any,
+    unbox: bool = True,
+    **kw: Any,
 ) -> Any:
     open_blocks = blocks.thread.blocks
     if not open_blocks:
@@ -69,7 +75,7 @@ def _param(
     return meta.unbox(value) if unbox else value
 
 
-def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
+def _put_variable(self: Scope, col: str, name: str, value: PyTree) -> None:
     open_blocks = blocks.active()
     if open_blocks:
         key = (col, (*self.path, name))

@@ -31,7 +31,7 @@ from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import decide, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.rules.cotangents import has_to_act
 from flax_sg.rules.rules import LEAF_BY_LEAF, Rewrite
 from flax_sg.trees.leaves import is_differentiable
@@ -63,11 +63,11 @@ class Seen:
         self.last: tuple[Any, Any] = (None, None)
         self._stored: dict[int, tuple[Any, Any]] = {}
 
-    def note(self, leaf: Leaf, viewed: Any) -> None:
+    def note(self, leaf: Leaf, viewed: PyTree) -> None:
         """Notes that a reader sees ``viewed`` instead of ``leaf``."""
         self._stored[id(viewed)] = (viewed, leaf)
 
-    def stored_value(self, value: Any) -> Any:
+    def stored_value(self, value: PyTree) -> Any:
         """Returns what to store when a reader writes ``value``."""
         # By position, if nothing was changed: one object may stand for several leaves.
         stored, seen = map(jax.tree.leaves, self.last)
@@ -103,7 +103,7 @@ class _Views:
         return root.views.get(block) or root.views.setdefault(block, cls())
 
 
-def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+def view(root: Root, blocks: Sequence[Block], key: Key, value: PyTree) -> Any:
     """Returns what a reader sees instead of a variable or a subtree of variables.
 
     Args:
@@ -125,14 +125,14 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     return map_variables(functools.partial(_view_variable, root, wanted), key, value)
 
 
-def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+def stored(root: Root, blocks: Sequence[Block], key: Key, value: PyTree) -> Any:
     """Returns what to store when a reader writes ``value``: the inverse of ``view``.
 
     Read-modify-write (``sow`` appending to a tuple) writes back leaves that the reader
     saw of the same variable. Such leaves are replaced by the stored ones.
     """
 
-    def unviewed(key: Key, value: Any) -> Any:
+    def unviewed(key: Key, value: PyTree) -> Any:
         for block in reversed(blocks):
             if block in root.views and key in root.views[block].seen:
                 value = root.views[block].seen[key].stored_value(value)
@@ -141,7 +141,7 @@ def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     return map_variables(unviewed, key, value) if root.views else value
 
 
-def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: PyTree) -> Any:
     # Filters see an array as it is stored, whatever the outer blocks make of it.
     keys = leaf_keys(key, value)
     for block in blocks:
@@ -159,13 +159,13 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
     return value
 
 
-def _is_handed(root: Root, block: Block, key: Key, value: Any) -> bool:
+def _is_handed(root: Root, block: Block, key: Key, value: PyTree) -> bool:
     """Whether a block has rewritten a variable or leaf before a body was handed it."""
     return block in root.handed.covered and root.handed.has(key, value)
 
 
 def _rewritten(
-    root: Root, block: Block, key: Key, asked: Sequence[_Asked], value: Any
+    root: Root, block: Block, key: Key, asked: Sequence[_Asked], value: PyTree
 ) -> Any:
     seen = _Views.of(root, block).seen[key]
     viewed = LEAF_BY_LEAF
@@ -219,7 +219,7 @@ def _view_leaf(
 
 
 def _instead(
-    block: Block, root: Root, key: Key, asked: Sequence[_Asked], value: Any
+    block: Block, root: Root, key: Key, asked: Sequence[_Asked], value: PyTree
 ) -> Any:
     """Returns what a reader in a block sees instead of a whole variable.
 

@@ -12,11 +12,12 @@ from flax_sg import errors
 from flax_sg.engine import blocks, selection
 from flax_sg.engine.roots import Root
 from flax_sg.internals import core_scopes, modules
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.variables import MISSING, Key, find, iter_variables, leaf_keys
 
 
 def check(
-    scope: Scope, open_blocks: Sequence[blocks.Block], key: Key, value: Any
+    scope: Scope, open_blocks: Sequence[blocks.Block], key: Key, value: PyTree
 ) -> None:
     """Raises if a read-only variable, or one in a subtree, is about to be changed.
 
@@ -56,7 +57,7 @@ def check(
                 raise _read_only(block.rewrite, path, _writer(), old is not MISSING)
 
 
-def _check_handed(root: Root, key: Key, value: Any) -> None:
+def _check_handed(root: Root, key: Key, value: PyTree) -> None:
     """Raises if a lifted body changes a variable that was rewritten outside of it."""
     if not root.handed.selected:
         return
@@ -75,7 +76,7 @@ def _check_handed(root: Root, key: Key, value: Any) -> None:
             )
 
 
-def _changed(key: Key, old: Any, new: Any) -> list[Key]:
+def _changed(key: Key, old: PyTree, new: PyTree) -> list[Key]:
     """Returns the leaves of a variable that change; all if its structure changes."""
     before, treedef = jax.tree_util.tree_flatten(old)
     after, treedef_after = jax.tree_util.tree_flatten(new)

@@ -166,16 +166,16 @@ class Filter(ToldByHash, abc.ABC):
     def __invert__(self) -> Filter:
         return Not(self)
 
-    def __and__(self, other: Any) -> Filter:
+    def __and__(self, other: object) -> Filter:
         return And((self, Filter.convert(other)))
 
-    def __rand__(self, other: Any) -> Filter:
+    def __rand__(self, other: object) -> Filter:
         return And((Filter.convert(other), self))
 
-    def __or__(self, other: Any) -> Filter:
+    def __or__(self, other: object) -> Filter:
         return Or((self, Filter.convert(other)))
 
-    def __ror__(self, other: Any) -> Filter:
+    def __ror__(self, other: object) -> Filter:
         return Or((Filter.convert(other), self))
 
     def __bool__(self) -> bool:

@@ -13,11 +13,12 @@ from flax import linen
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Filter
+from flax_sg.internals.types import Model
 
 
 @contextlib.contextmanager
 def inputs_explained(
-    write: str, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    write: str, model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Generator[None]:
     """Says what to write if a model raises for what it is given as its inputs.
 
@@ -53,7 +54,7 @@ def _name_in(call: str) -> str:
 
 def _explanation(
     write: str,
-    model: Any,
+    model: Model,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     error: Exception,
@@ -83,14 +84,14 @@ def _explanation(
     return None
 
 
-def _is_filter(value: Any) -> bool:
+def _is_filter(value: object) -> bool:
     """Whether something is a filter; a text without a sign of globs may be a mode."""
     if isinstance(value, str):
         return not {*'/*'}.isdisjoint(value)
     return isinstance(value, (Filter, re.Pattern))
 
 
-def _for_init(x: Any) -> str:
+def _for_init(x: object) -> str:
     """What other functions take first, in words, or ''."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return 'a random key'

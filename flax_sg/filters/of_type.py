@@ -16,11 +16,12 @@ from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
 from flax_sg.internals import initializing, modules
 from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.types import Model, PyTree
 
 
 def of_type(
     cls: type | tuple[type, ...],
-    model: Any = None,
+    model: Model = None,
     *args: Any,
     **kw: Any,
 ) -> Filter:
@@ -121,7 +122,7 @@ def _model_and_inputs(
 
 
 def _variables(
-    model: Any, args: Any, kwargs: Any
+    model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
     """Yields the variables of a model, with the classes of their outer modules."""
     if _is_of_nnx(model):
@@ -130,7 +131,12 @@ def _variables(
     at: dict[tuple[str, ...], set[type]] = {}  # The classes of modules at each path.
     declaring: dict[tuple[str, ...], set[type]] = {}  # By the path of a variable.
 
-    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def note(
+        next_fun: Callable[..., PyTree],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        context: Any,
+    ) -> Any:
         out = next_fun(*args, **kwargs)
         module, path = context.module, context.module.scope.path
         if type(module.scope) is not Scope:  # Flax tries ``setup`` on one of its own.
@@ -152,7 +158,7 @@ def _variables(
             yield collection, (*names, *inner), outer
 
 
-def _is_of_nnx(model: Any) -> bool:
+def _is_of_nnx(model: Model) -> bool:
     """Whether it is a model of NNX, or a tree with some, and no tuple with inputs."""
     if type(model) is dict and all(type(x) is tuple for x in model.values()):
         return False
@@ -160,18 +166,18 @@ def _is_of_nnx(model: Any) -> bool:
     return any(is_of_nnx(type(node), 'Pytree') for node in nodes)
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     return is_of_nnx(type(value), 'Pytree', 'Variable')
 
 
-def _children(node: Any) -> list[Any]:
+def _children(node: object) -> list[Any]:
     """The modules, Variables and arrays directly in a module of NNX."""
     is_unknown = jax.tree_util.all_leaves([node])  # Made with ``pytree=False``.
     inside = [*vars(node).values()] if is_unknown else node
     return jax.tree.leaves(inside, is_leaf=lambda x: x is not inside and _is_node(x))
 
 
-def _variables_of_nnx(model: Any) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
+def _variables_of_nnx(model: Model) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
     """The same of a model of NNX. A tied Variable has the outer modules of each place.
 
     A child may have an attribute that is its parent. No path leads through the parent

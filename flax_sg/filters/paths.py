@@ -173,7 +173,7 @@ def shape_and_dtype(leaf: Leaf) -> tuple[Any, Any] | None:
     return None if shape is None or dtype is None else (shape, dtype)
 
 
-def is_parameter(value: Any) -> bool:
+def is_parameter(value: object) -> bool:
     """Whether something in a model of NNX counts as a parameter: views, reports, trees.
 
     It is a Param, or a real or complex array that is in no Variable: ``jax.grad``
@@ -192,7 +192,7 @@ def is_parameter(value: Any) -> bool:
 
 
 def names_within(
-    value: Any, is_leaf: Callable[[Any], bool] | None = None
+    value: object, is_leaf: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the leaves of a variable's value, with their names within it.
 
@@ -244,7 +244,7 @@ def names_in(
             yield outer, inner, leaf
 
 
-def name_of(key: Any) -> str:
+def name_of(key: object) -> str:
     """The name that one key of a key path of JAX has in a path."""
     return jax.tree_util.keystr((key,), simple=True)
 

@@ -149,7 +149,7 @@ def _reads_arguments_alone(code: types.CodeType) -> bool:
     )
 
 
-def _is_of_one_argument(fn: Any) -> bool:
+def _is_of_one_argument(fn: Callable[..., Any]) -> bool:
     """Whether ``fn`` is a plain function with one argument, as most predicates are."""
     if type(fn) is not types.FunctionType or fn.__dict__:
         return False
@@ -157,7 +157,7 @@ def _is_of_one_argument(fn: Any) -> bool:
     return code.co_argcount == 1 and not code.co_kwonlyargcount
 
 
-def describe(fn: Any) -> str:
+def describe(fn: Callable[..., Any]) -> str:
     """The name of a function and where it stands, for messages."""
     fn = innermost(fn)
     if not isinstance(fn, types.FunctionType):
@@ -183,7 +183,7 @@ def innermost(fn: Any) -> Any:
     return getattr(fn, '__func__', fn)
 
 
-def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
+def captured_by(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Yields what a function captures, by name: in closure, defaults and partials."""
     while isinstance(fn, functools.partial):
         yield from ((f'argument {n}', value) for n, value in enumerate(fn.args))

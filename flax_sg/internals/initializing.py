@@ -9,11 +9,12 @@ import jax
 from flax import linen
 
 from flax_sg.internals import tracing
+from flax_sg.internals.types import PyTree
 
 
 def variables_of(
     module: linen.Module,
-    rngs: Any,
+    rngs: PyTree,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     note: Callable[..., Any],
@@ -37,7 +38,7 @@ def variables_of(
         if isinstance(leaf, jax.ShapeDtypeStruct)
     }
 
-    def init(rngs: Any, traced: Any) -> Any:
+    def init(rngs: PyTree, traced: PyTree) -> Any:
         values = (traced.get(n, leaf) for n, leaf in enumerate(leaves))
         own_args, own_kwargs = treedef.unflatten(values)
         return module.init(rngs, *own_args, **own_kwargs)

@@ -24,6 +24,7 @@ from flax.core.scope import Scope
 from flax.linen import transforms as linen_transforms
 
 from flax_sg.internals import versions
+from flax_sg.internals.types import PyTree
 
 # Flax's names for its transforms.
 JIT, SCAN, REMAT, MAP = 'jit', 'scan', 'remat', 'map_variables'
@@ -80,7 +81,12 @@ def _check_loop() -> None:
     """Raises unless Flax calls our loop, with variables where ``param_path`` looks."""
     names: list[Any] = []
 
-    def loop(body: Any, init: Any, xs: Any, **_: Any) -> Any:
+    def loop(
+        body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        init: PyTree,
+        xs: PyTree,
+        **_: Any,
+    ) -> Any:
         _, out = body(init, xs)
         for side, tree in (('in', xs), ('out', out)):
             for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
@@ -101,7 +107,7 @@ def _check_loop() -> None:
     versions.check({'flax.core.axes_scan.scan': hands_over}, 'scan(frozen_layers=)')
 
 
-def with_names(fn: Any, **names: Any) -> Any:
+def with_names(fn: Callable[..., Any], **names: Any) -> Any:
     """Copies a function, with other objects for some of its globals."""
     copy = types.FunctionType(
         fn.__code__,

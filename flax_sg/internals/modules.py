@@ -88,7 +88,7 @@ def module_of(frame: types.FrameType) -> Module | None:
     return module if is_method else None
 
 
-def _code_of(method: Any) -> Any:
+def _code_of(method: Any) -> types.CodeType | None:
     """The code that runs for what a class has under a name."""
     method = getattr(method, 'wrapped', method)  # Flax wraps a property in an object.
     if isinstance(method, property):
@@ -103,7 +103,7 @@ def running_method() -> tuple[Module, str] | None:
 
     Flax's own stack holds modules only, so this searches the Python stack.
     """
-    user_frame: Any = sys._getframe(1)
+    user_frame: types.FrameType | None = sys._getframe(1)
     while user_frame is not None:
         if user_frame.f_code is Module._call_wrapped_method.__code__:
             return user_frame.f_locals['self'], user_frame.f_locals['fun'].__name__
@@ -290,7 +290,7 @@ def autoname(parent: Any, cls: type) -> str:
     return f'{cls.__name__}_{cursor}'
 
 
-def is_method_of(fn: Any, cls: type) -> bool:
+def is_method_of(fn: Callable[..., Any], cls: type) -> bool:
     """Whether ``fn`` is a method of a Module class, with or without Flax's wrapper."""
     for base in cls.__mro__:
         method = vars(base).get(getattr(fn, '__name__', ''))

@@ -26,7 +26,7 @@ from flax.linen import transforms as linen_transforms
 from jax.custom_batching import custom_vmap
 
 from flax_sg.internals import lifting, modules, tracing
-from flax_sg.internals.types import PyTree
+from flax_sg.internals.types import Array, PyTree
 
 
 class _Called(BaseException):
@@ -99,10 +99,10 @@ def _tells_traces_apart() -> bool:
     checks: list[bool] = []
     outside = tracing.kept_trace()
 
-    def traced(x: Any) -> Any:
+    def traced(x: Array) -> Any:
         level, kept = tracing.current_trace(), tracing.kept_trace()
 
-        def differentiated(y: Any) -> Any:
+        def differentiated(y: Array) -> Any:
             for trace in (tracing.in_trace_of(x), tracing.in_innermost_trace([level])):
                 with trace:
                     checks.append(tracing.current_trace() == level)
@@ -123,7 +123,9 @@ def _packs() -> bool:
     """Whether lifted transforms call ``_partial_pack`` with these names."""
     packed: list[Any] = []
 
-    def partial_pack(tree: PyTree, ins: Any, outs: Any, rngs: Any, name: Any) -> Any:
+    def partial_pack(
+        tree: PyTree, ins: PyTree, outs: PyTree, rngs: PyTree, name: Any
+    ) -> Any:
         packed.append(name)
         raise _Called
 

@@ -24,6 +24,14 @@ Decision: TypeAlias = Any
 Transformation: TypeAlias = Any
 # A filter of NNX: a type, a tag, a function of path and value, or several.
 Kind: TypeAlias = Any
+# A module of linen or a model of NNX.
+Model: TypeAlias = Any
+# A module of linen that is bound: it has a scope, which Flax declares as optional.
+BoundModule: TypeAlias = Any
+# What NumPy takes between brackets: an int, a slice, an array, a tuple of them.
+ArrayIndex: TypeAlias = Any
+# Which of JAX's traces code runs in, see ``internals.tracing.current_trace``.
+Level: TypeAlias = Any
 # The structure of a tree, as ``jax.tree.structure`` returns it.
 TreeDef: TypeAlias = Any
 # A jaxpr, open, or closed over its constants.

@@ -44,7 +44,7 @@ class Asked(NamedTuple):
         return [*zip(self.paths, self.decisions, self.leaf.arrays, strict=False)]
 
 
-def parameters(path: Keys, value: Any) -> bool:
+def parameters(path: Keys, value: object) -> bool:
     """The kind that views take by default: ``nnx.Param``, and arrays in no Variable."""
     del path
     return is_parameter(value) and not is_whole(value)

@@ -117,11 +117,11 @@ def where(
     return Chosen(selected, known, 'nnx.where', kind, side)
 
 
-def for_nnx(what: Any, call: str, model: Any = None) -> Any:
+def for_nnx(wrt: Kind, call: str, model: Any = None) -> Any:
     """An NNX filter of whatever people give as one: filters of flax_sg, or of NNX.
 
     Args:
-        what: a filter of paths, a filter of NNX, or a list with some of both.
+        wrt: a filter of paths, a filter of NNX, or a list with some of both.
         call: the call of the user, with ``{}`` for what names what is trained.
         model: the model, whose names are checked; None if it is not known yet.
 
@@ -130,21 +130,21 @@ def for_nnx(what: Any, call: str, model: Any = None) -> Any:
         FilterTypeError: if a filter of NNX holds a glob, which Flax takes for a tag, or
             a filter is known to name what is frozen.
     """
-    if isinstance(what, (list, tuple)):
-        return tuple(for_nnx(each, call, model) for each in what)
-    if isinstance(what, filters.Filter):
-        what = filters.named(what, 'trained', call)
-    if isinstance(what, str) and not re.search('[*/]', what):
+    if isinstance(wrt, (list, tuple)):
+        return tuple(for_nnx(each, call, model) for each in wrt)
+    if isinstance(wrt, filters.Filter):
+        wrt = filters.named(wrt, 'trained', call)
+    if isinstance(wrt, str) and not re.search('[*/]', wrt):
         # It may be the tag of a kind, such as those of ``nnx.with_metadata``.
-        tagged = nnx.filterlib.to_predicate(what)
+        tagged = nnx.filterlib.to_predicate(wrt)
         if model is None:
-            return tagged, filters.as_filter(what)
+            return tagged, filters.as_filter(wrt)
         if any(tagged(leaf.keys, leaf.value) for leaf in Walk(model).leaves.values()):
-            return what
-    elif isinstance(what, Chosen) or not _is_of_paths(what):
-        _check_tags(what)
-        return what
-    return filters.as_filter(what) if model is None else where(model, what)
+            return wrt
+    elif isinstance(wrt, Chosen) or not _is_of_paths(wrt):
+        _check_tags(wrt)
+        return wrt
+    return filters.as_filter(wrt) if model is None else where(model, wrt)
 
 
 def _is_of_paths(where: Any) -> bool:

@@ -36,7 +36,7 @@ _CLOSED = type, types.ModuleType, types.CodeType, logging.Logger, nnx.Variable
 _PROXIES = weakref.ProxyType, weakref.CallableProxyType
 
 
-def check(value: Any, owner: str, changed: Set[int], clean: dict[int, Any]) -> None:
+def check(value: object, owner: str, changed: Set[int], clean: dict[int, Any]) -> None:
     """Raises if a static value leads to a module that reads other values in a view.
 
     Args:

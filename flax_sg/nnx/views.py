@@ -138,6 +138,6 @@ def _replacements(rule: substitutes.FromTree, leaf: Leaf) -> list[Any]:
     return jax.tree.leaves(value, is_leaf=is_whole)
 
 
-def _as_read(value: Any) -> Any:
+def _as_read(value: object) -> Any:
     """What a rule makes of a number of Python: an array."""
     return jnp.asarray(value) if type(value) in (int, float, complex) else value

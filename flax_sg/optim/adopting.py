@@ -43,7 +43,7 @@ def adopt(
     params: PyTree,
     state: PyTree,
     *earlier: Any,
-    old: Any = None,
+    old: PyTree = None,
     report: Callable[[dict[str, list[str]]], Any] | None = None,
 ) -> PyTree:
     """Keeps the optimizer's state when you freeze or thaw parameters.
@@ -130,7 +130,7 @@ def adopt(
     return jax.tree.structure(new, is_leaf=is_of_one_selection).unflatten(carried)
 
 
-def _makers(tx: Transformation, old: Any, count: int) -> Sequence[Any]:
+def _makers(tx: Transformation, old: PyTree, count: int) -> Sequence[Any]:
     """The transformation that made each state, None if it is not given.
 
     Raises:
@@ -171,7 +171,7 @@ Candidate: TypeAlias = tuple[Any, Owner | None]
 
 
 def _of_all(
-    initial: Any, candidates: Sequence[Candidate], owner: Owner, is_vector: bool
+    initial: PyTree, candidates: Sequence[Candidate], owner: Owner, is_vector: bool
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
     for value, old_owner in candidates:
@@ -192,7 +192,7 @@ def _of_all(
     return initial, 'fresh'
 
 
-def _may_have_rows(value: Any, *selections: Selection) -> bool:
+def _may_have_rows(value: object, *selections: Selection) -> bool:
     """Whether an array of all parameters may have a number for each trained row."""
     parts = itertools.chain(*(selection.trained for selection in selections))
     is_array = shape_of(value) != () and is_differentiable(value)
@@ -206,7 +206,7 @@ def _is_same_selection(old: Selection, new: Selection) -> bool:
     )
 
 
-def _is_same(old: Any, new: Any, shape: tuple[int, ...], path: str) -> bool:
+def _is_same(old: PyTree, new: PyTree, shape: tuple[int, ...], path: str) -> bool:
     """Whether the same elements of a parameter are trained, however it is written."""
     return old == new or bool(
         (mask_of(old, shape, path) == mask_of(new, shape, path)).all()
@@ -214,7 +214,7 @@ def _is_same(old: Any, new: Any, shape: tuple[int, ...], path: str) -> bool:
 
 
 def _of_one(
-    initial: Any, candidates: Sequence[Candidate], owner: Owner
+    initial: PyTree, candidates: Sequence[Candidate], owner: Owner
 ) -> tuple[Any, str]:
     """A value that belongs to one parameter, and whether it is carried, or in part."""
     out, trained, shape, path = initial, owner.trained, owner.shape, owner.name
@@ -272,7 +272,7 @@ def _warn_of_rows(
             )
 
 
-def _type(value: Any) -> Any:
+def _type(value: object) -> Any:
     """The structure of a value, and the shapes and dtypes in it."""
     leaves, treedef = jax.tree.flatten(value)
     dtypes = [jnp.result_type(x) if is_number(x) else type(x) for x in leaves]

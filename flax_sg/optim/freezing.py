@@ -289,7 +289,7 @@ def pruned(
     )
 
 
-def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Decision]) -> Any:
+def _of_trained(value: PyTree, leaves: Leaves, trained: Sequence[Decision]) -> Any:
     """What an optimizer sees of another argument of ``update``, such as ``value=``.
 
     A tree like the parameters is pruned as they are. If the parameters are one array,
@@ -307,7 +307,7 @@ def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Decision]) -> Any:
 _Parameter: TypeAlias = tuple[Any, filters.Path, Any]
 
 
-def _seen(parameter: _Parameter, gradient: Any) -> Any:
+def _seen(parameter: _Parameter, gradient: PyTree) -> Any:
     """What the optimizer sees of a gradient: no frozen rows, zeros in frozen parts.
 
     Gradients for each example have axes in front.
@@ -325,7 +325,7 @@ def _seen(parameter: _Parameter, gradient: Any) -> Any:
     return filters.merged(part, gradient, jnp.zeros_like(gradient), path, own)
 
 
-def _update(parameter: _Parameter, update: Any) -> Any:
+def _update(parameter: _Parameter, update: PyTree) -> Any:
     """The update of a parameter: one that adds nothing to what is frozen."""
     part, path, leaf = parameter
     if part is False:

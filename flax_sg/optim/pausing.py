@@ -27,7 +27,7 @@ def with_paused(
     tx: Transformation,
     leaves: Leaves,
     trained: Mapping[Names, Any],
-    before: Any,
+    before: PyTree,
     after: PyTree,
 ) -> Any:
     """The state after an update, with the old values of frozen elements.
@@ -60,7 +60,7 @@ def with_paused(
     return treedef.unflatten(out)
 
 
-def _is_moment(owner: Owner, value: Any) -> bool:
+def _is_moment(owner: Owner, value: PyTree) -> bool:
     """Whether a value belongs to one parameter, and is no count.
 
     The names do not always tell: ``optax.scale_by_schedule`` has a 'count', as a
@@ -72,7 +72,7 @@ def _is_moment(owner: Owner, value: Any) -> bool:
     return not is_count and (owner.names != () or owner.owns(value))
 
 
-def _paused(part: filters.Part, new: Any, old: Any, owner: Owner) -> Any:
+def _paused(part: filters.Part, new: PyTree, old: PyTree, owner: Owner) -> Any:
     """A value of one parameter; the old one where its elements are frozen.
 
     A value of another shape, such as Adafactor's sums of rows, belongs to all elements:

@@ -103,7 +103,7 @@ def inside(trained: Sequence[Decision]) -> contextlib.AbstractContextManager[Any
 class Marked:
     """The state of a freeze, and its selection. JAX's key of the state has no name."""
 
-    value: Any
+    value: PyTree
     selection: Selection
 
 
@@ -139,7 +139,7 @@ def selections(tx: Transformation, params: PyTree) -> dict[Names, Selection]:
     return by_place
 
 
-def _is_marked(node: Any) -> bool:
+def _is_marked(node: object) -> bool:
     return isinstance(node, Marked)
 
 

@@ -56,7 +56,7 @@ class OnCotangents(rules.Keyed):
     acts_on = 'cotangents'
 
     def __init__(
-        self, name: str, *operands: Any, parts: tuple[Hashable, ...] = ()
+        self, name: str, *operands: Array, parts: tuple[Hashable, ...] = ()
     ) -> None:
         super().__init__((name, *map(tokens.of_value, operands), *parts))
         self.name = name
@@ -100,7 +100,7 @@ class Each(OnCotangents):
         *operands: numbers and arrays that ``fn`` needs.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Any], *operands: Any) -> None:
+    def __init__(self, name: str, fn: Callable[..., Any], *operands: Array) -> None:
         super().__init__(name, *operands, parts=(tokens.of_object(fn),))
         self._fn = fn
 
@@ -108,7 +108,9 @@ class Each(OnCotangents):
         """Returns the leaf, behind an identity that maps its cotangent."""
         of_user = self._fn  # JAX keeps ``fn``: with ``self``, the operands as well.
 
-        def fn(cotangents: Sequence[Any], _: Any, *operands: Any) -> list[Any]:
+        def fn(
+            cotangents: Sequence[Any], _: Sequence[Array], *operands: Array
+        ) -> list[Any]:
             new = [of_user(path, *cotangents, *operands)]
             what = f'what {predicates.describe(of_user)} returns'
             return _checked(path, what, cotangents, new)
@@ -116,14 +118,14 @@ class Each(OnCotangents):
         return self._mapped(fn, [(path, [leaf])])[0][0]
 
 
-def replaced(path: Path, cotangent: Array, value: Any) -> Any:
+def replaced(path: Path, cotangent: Array, value: Array) -> Any:
     """A value in the place of a cotangent; a single number is repeated."""
     if value.ndim:
         return _checked(path, 'the value', [cotangent], [value])[0]
     return jnp.broadcast_to(value.astype(cotangent.dtype), cotangent.shape)
 
 
-def clipped_by_value(_: Path, cotangent: Array, bound: Any) -> Any:
+def clipped_by_value(_: Path, cotangent: Array, bound: Scalar) -> Any:
     """A cotangent with each number, or each part of a complex one, within a bound."""
     bound = bound.astype(cotangent.real.dtype)
     if not jnp.iscomplexobj(cotangent):
@@ -132,7 +134,7 @@ def clipped_by_value(_: Path, cotangent: Array, bound: Any) -> Any:
     return jax.lax.complex(*(jnp.clip(part, -bound, bound) for part in parts))
 
 
-def clipped_by_norm(_: Path, cotangent: Array, bound: Any) -> Any:
+def clipped_by_norm(_: Path, cotangent: Array, bound: Scalar) -> Any:
     """A cotangent that is scaled down to a norm."""
     return _scaled_down([cotangent], [cotangent], bound)[0]
 
@@ -153,13 +155,15 @@ class ClipGlobalNorm(OnCotangents):
     jointly: ClassVar[bool] = True
     asks_path = False
 
-    def __init__(self, bound: Any) -> None:
+    def __init__(self, bound: Scalar) -> None:
         super().__init__('clip_gradient', bound)
 
     def together(self, selected: rules.Selected) -> list[list[Any]]:
         """Returns the leaves behind one identity."""
 
-        def fn(cotangents: Sequence[Any], flags: Any, bound: Any) -> list[Any]:
+        def fn(
+            cotangents: Sequence[Any], flags: Sequence[Array], bound: Scalar
+        ) -> list[Any]:
             # A leaf that is not differentiated, such as a frozen one, does not count.
             counted = [ct for ct, flag in zip(cotangents, flags, strict=True) if flag]
             return _scaled_down(cotangents, counted, bound)
@@ -168,7 +172,7 @@ class ClipGlobalNorm(OnCotangents):
 
 
 def _scaled_down(
-    cotangents: Sequence[Any], counted: Sequence[Any], bound: Any
+    cotangents: Sequence[Any], counted: Sequence[Any], bound: Scalar
 ) -> list[Any]:
     """Cotangents, times the factor that brings the counted ones within the bound."""
     square = functools.reduce(operator.add, map(_square, counted))
@@ -179,7 +183,7 @@ def _scaled_down(
     return [ct * factor.astype(ct.dtype) for ct in cotangents]
 
 
-def _square(x: Any) -> Any:
+def _square(x: Array) -> Any:
     """The square of a norm, summed with at least 32 bits."""
     if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
@@ -210,7 +214,7 @@ class Copy(OnCotangents):
             return super().together(selected)
         pairs = self._pairs(selected)
 
-        def fn(cotangents: Sequence[Any], _: Any) -> list[Any]:
+        def fn(cotangents: Sequence[Any], _: Sequence[Array]) -> list[Any]:
             out = list(cotangents)
             for target, source in pairs:
                 new = cotangents[source]

@@ -146,7 +146,7 @@ def stop_gradient(
 
 def substitute(
     tree: PyTree,
-    values: Any,
+    values: PyTree,
     *,
     where: filters.Where | Absent = ABSENT,
     unused: str = 'raise',
@@ -200,7 +200,7 @@ def _tree_before(call: str, tree: PyTree) -> Leaves:
 
 
 def _substituted(
-    tree: PyTree, values: Any, where: filters.Filter | None, unused: str
+    tree: PyTree, values: PyTree, where: filters.Filter | None, unused: str
 ) -> Any:
     leaves = _tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)

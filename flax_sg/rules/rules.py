@@ -15,7 +15,7 @@ from flax.core.scope import CollectionFilter, DenyList
 from flax_sg import errors, filters
 from flax_sg.filters import paths
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.rules import primitives
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
@@ -96,7 +96,9 @@ class Rule:
         """
         return [[self(path, leaf) for leaf in leaves] for path, leaves in selected]
 
-    def instead(self, path: paths.Path, value: Any, find: Callable[[str], Any]) -> Any:
+    def instead(
+        self, path: paths.Path, value: PyTree, find: Callable[[str], Any]
+    ) -> Any:
         """Returns what readers see instead of a whole variable, boxes included.
 
         Args:

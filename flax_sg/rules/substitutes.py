@@ -18,7 +18,8 @@ from flax_sg import errors
 from flax_sg.filters import tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import modules
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.modules import Module
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.rules import rules
 from flax_sg.trees.leaves import (
     as_array,
@@ -66,7 +67,7 @@ class FromTree(Substitute):
         )
         super().__init__(frozenset(self.entries), token)
 
-    def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
+    def instead(self, path: Path, value: PyTree, find: Callable[[str], Any]) -> Any:
         """Returns the given value."""
         del find
         entry = (path.collection, path.parts)
@@ -82,7 +83,7 @@ class FromCollection(Substitute):
         super().__init__(collection)
         self.collection = collection
 
-    def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
+    def instead(self, path: Path, value: PyTree, find: Callable[[str], Any]) -> Any:
         """Returns the variable in the other collection."""
         other = find(self.collection)
         if other is rules.MISSING:
@@ -118,7 +119,7 @@ class FromFunction(Substitute):
         )
 
 
-def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
+def entries_of(values: PyTree, collections: CollectionFilter) -> dict[Entry, Any]:
     """The values in a tree by the names of variables; it may hold bound modules.
 
     >>> entries_of({'dense': {'bias': 1.0}}, 'params')
@@ -151,7 +152,7 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
 
 
 def _collect(
-    entries: dict[Entry, Any], collection: str, names: tuple[str, ...], node: Any
+    entries: dict[Entry, Any], collection: str, names: tuple[str, ...], node: object
 ) -> None:
     """Adds the values in a node of a tree to the entries."""
     if isinstance(node, modules.Module):
@@ -165,13 +166,13 @@ def _collect(
         entries[collection, names] = node
 
 
-def _of_module(module: Any) -> Mapping[str, Any]:
+def _of_module(module: Module) -> Mapping[str, Any]:
     if module.scope is None:
         raise no_values(f'a {type(module).__name__} that is not bound')
     return module.variables
 
 
-def is_initializing(values: Any) -> bool:
+def is_initializing(values: PyTree) -> bool:
     """Whether values are missing because their module is still being made."""
     if isinstance(values, Mapping):
         return any(map(is_initializing, values.values()))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part
 from flax_sg.internals import lifting
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Array, Leaf, PyTree
 from flax_sg.scans import residuals
 from flax_sg.trees.leaves import path_of, selected
 
@@ -96,7 +96,12 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
             'nn.Frozen(module).'
         )
 
-    def loop(body: Any, init: Any, xs: Any, **options: Any) -> Any:
+    def loop(
+        body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        init: PyTree,
+        xs: PyTree,
+        **options: Any,
+    ) -> Any:
         return split_scan(frozen_layers, body, init, xs, **options)
 
     return lifting.scan_with(loop)(target, *args, **kwargs)
@@ -105,8 +110,8 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
 def split_scan(
     frozen: Layers,
     body: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any,
+    init: PyTree,
+    xs: PyTree,
     *,
     length: int | None,
     reverse: bool,
@@ -220,13 +225,17 @@ class _Layer(NamedTuple):
     """
 
     program: core.ClosedJaxpr
-    carry: Any
-    out: Any
+    carry: PyTree
+    out: PyTree
     handed_on: list[int | None]
 
     @classmethod
     def of(
-        cls, body: Any, carry: Any, xs: Any, params: list[bool]
+        cls,
+        body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        carry: PyTree,
+        xs: PyTree,
+        params: list[bool],
     ) -> tuple[_Layer, Any]:
         """Traces the body on the first layer; returns what to carry, too."""
         first = jax.eval_shape(lambda xs: jax.tree.map(lambda x: x[0], xs), xs)
@@ -281,7 +290,7 @@ class _Layer(NamedTuple):
             for stack, is_whole in zip(seen, whole, strict=True)
         ]
 
-        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        def step(carry: PyTree, xs: PyTree) -> tuple[Any, Any]:
             index, rest = xs[0], iter(xs[1])
             carry = jax.tree.leaves(carry)
             leaves = [
@@ -298,10 +307,10 @@ class _Layer(NamedTuple):
         return step, (jnp.arange(start, end, dtype=jnp.uint32), sliced)
 
 
-def _strong(carry: Any, made: Any) -> Any:
+def _strong(carry: PyTree, made: PyTree) -> Any:
     """What is carried, with Python's numbers in the dtype that the body returns."""
 
-    def strong(old: Any, new: Any) -> Any:
+    def strong(old: Array, new: Array) -> Any:
         if not jax.typeof(old).weak_type:
             return old
         is_wider = jnp.result_type(old, new) != jnp.result_type(old)
@@ -318,7 +327,7 @@ def _masked(leaf: Leaf, mask: NDArray[np.bool_]) -> Any:
     return jnp.where(over, jax.lax.stop_gradient(leaf), leaf)
 
 
-def _slice(stack: Any, index: Any) -> Any:
+def _slice(stack: Array, index: Array) -> Any:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 

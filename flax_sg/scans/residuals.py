@@ -28,7 +28,7 @@ from flax_sg import errors
 from flax_sg.engine import contents
 from flax_sg.internals import core_scopes, jaxprs, lifting, modules
 from flax_sg.internals.tracing import Tracer
-from flax_sg.internals.types import PyTree
+from flax_sg.internals.types import Array, BoundModule, PyTree
 from flax_sg.trees.leaves import is_differentiable
 
 _STOP = 'stop_gradient'
@@ -38,7 +38,7 @@ _ARRAY = object()
 
 
 def call(
-    name: str, inner: Any, module: Any, fn: Callable[[Any], Any], others: Any
+    name: str, inner: Any, module: BoundModule, fn: Callable[[Any], Any], others: Any
 ) -> Any:
     """Calls ``fn`` with a module; in the body of a scan, frozen values are not saved.
 
@@ -59,7 +59,7 @@ def call(
     return fn(module)
 
 
-def _warn(wrapper: str, module: Any) -> None:
+def _warn(wrapper: str, module: BoundModule) -> None:
     """Warns that a scan saves stopped parameters at each step.
 
     Args:
@@ -84,7 +84,7 @@ def _warn(wrapper: str, module: Any) -> None:
         warnings.warn(errors.ScanMemoryWarning(text), stacklevel=5)
 
 
-def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
+def stop_again(module: BoundModule, fn: Callable[[Any], Any]) -> Any:
     """Calls ``fn`` with a module, without residuals of what ``fn`` stops.
 
     Args:
@@ -96,10 +96,10 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
     def inner(
         scope_fn: Callable[..., Any],
         repack_fn: Callable[..., Any],
-        variable_groups: Any,
-        rng_groups: Any,
+        variable_groups: PyTree,
+        rng_groups: PyTree,
     ) -> Any:
-        def body(variable_groups: Any, rng_groups: Any) -> Any:
+        def body(variable_groups: PyTree, rng_groups: PyTree) -> Any:
             scopes = scope_fn(variable_groups, rng_groups)
             out = fn(modules.clone_on(module, scopes))
             # Only arrays come out of a jaxpr: the rest of the output is kept here.
@@ -124,7 +124,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
     return jax.tree.map(lambda x: next(arrays) if x is _ARRAY else x, outputs[-1])
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, jax.Array)
 
 
@@ -144,11 +144,11 @@ class Remade:
     operands: tuple[Any, ...]
 
 
-def _value_of(x: Any) -> Any:
+def _value_of(x: Array | Remade) -> Array:
     return x.make(*x.operands) if isinstance(x, Remade) else x
 
 
-def _same(x: Any) -> Any:
+def _same(x: Array) -> Array:
     return x
 
 

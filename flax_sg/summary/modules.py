@@ -16,6 +16,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.flow import gradient_flow
 from flax_sg.flow.report import by_condition
 from flax_sg.internals.optional import is_nnx_model
+from flax_sg.internals.types import Model, PyTree
 from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees.leaves import leaves_of
@@ -26,9 +27,9 @@ _STATE = DenyList(('params', 'intermediates'))
 
 
 def tabulate(
-    model: Any,
+    model: Model,
     *args: Any,
-    rngs: Any = None,
+    rngs: PyTree = None,
     depth: int | Literal['fit'] | None = 'fit',
     **kwargs: Any,
 ) -> ModuleTable:

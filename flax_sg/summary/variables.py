@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters.inputs import inputs_explained
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.internals.optional import is_nnx_model
+from flax_sg.internals.types import Decision, Model, PyTree
 from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees import leaves
@@ -39,7 +41,7 @@ class Variable:
     path: Path
     module: str
     shape: str
-    selected: Any = None
+    selected: Decision = None
     kind: str = ''
     is_parameter: bool = True
 
@@ -75,10 +77,10 @@ class Paths(tuple[Variable, ...]):
 
 
 def paths(
-    model: Any,
+    model: Model,
     *args: Any,
     where: filters.Where | Absent = ABSENT,
-    rngs: Any = None,
+    rngs: PyTree = None,
     **kwargs: Any,
 ) -> Paths:
     """Shows the paths that a filter can name, and which of them it selects.
@@ -159,7 +161,7 @@ def _order(variable: Variable) -> Any:
     return collection != 'params', collection, natural_key(variable.path)
 
 
-def _class_of(path: Path, classes: Any) -> str:
+def _class_of(path: Path, classes: Mapping[tuple[str, ...], str]) -> str:
     """The class of the innermost module that has a variable in it."""
     if not classes:
         return ''
@@ -167,7 +169,7 @@ def _class_of(path: Path, classes: Any) -> str:
     return next((classes[names] for names in prefixes if names in classes), '')
 
 
-def _word(selected: Any) -> str:
+def _word(selected: Decision) -> str:
     if isinstance(selected, filters.Part):
         return 'partly'
     return 'yes' if selected else '-'

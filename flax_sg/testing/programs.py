@@ -11,6 +11,7 @@ import jax
 
 from flax_sg import errors
 from flax_sg.internals import jaxprs
+from flax_sg.internals.types import PyTree
 
 # Tables of lines in the source, each up to an empty line.
 _TABLES = re.compile(
@@ -106,7 +107,7 @@ class _Compiled(NamedTuple):
     calls: list[Any] | None
 
 
-def _compiled(fn: Any, *args: Any, **kwargs: Any) -> _Compiled:
+def _compiled(fn: Callable[..., PyTree], *args: Any, **kwargs: Any) -> _Compiled:
     # Functions of nnx.jit have stages that hold those of JAX.
     calls, compiled = None, getattr(fn, 'compiled', fn)
     if not isinstance(compiled, jax.stages.Compiled):

@@ -13,7 +13,7 @@ from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.rows import alike, index, repeated, unique
-from flax_sg.internals.types import PyTree
+from flax_sg.internals.types import Array, PyTree
 from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
@@ -104,7 +104,7 @@ class Moves(Shown):
         return f'Moves({counts})'
 
 
-def moves(before: Any, after: Any, gradients: PyTree = None) -> Moves:
+def moves(before: PyTree, after: PyTree, gradients: PyTree = None) -> Moves:
     """Tells which parameters a training step moved, from the trees before and after.
 
     ``sg.gradient_flow`` tells what a loss *can* train. A step may do less or more: an
@@ -190,7 +190,7 @@ def moves(before: Any, after: Any, gradients: PyTree = None) -> Moves:
 
 
 def assert_moves_only(
-    before: Any, after: Any, where: filters.Where, gradients: PyTree = None
+    before: PyTree, after: PyTree, where: filters.Where, gradients: PyTree = None
 ) -> None:
     """Asserts that a training step moves every selected parameter and no other one.
 
@@ -249,7 +249,7 @@ def assert_moves_only(
         )
 
 
-def _rows(some: Any, singular: str, plural: str) -> str:
+def _rows(some: Array, singular: str, plural: str) -> str:
     """What the rows do in which there is one of some elements; '' if there is none.
 
     >>> _rows(np.array([[True], [True], [True], [False], [True]]), 'moves', 'move')
@@ -289,7 +289,7 @@ def _gradients(gradients: PyTree) -> dict[Any, list[Any]]:
     return by_place
 
 
-def _differ(old: Any, new: Any) -> Any:
+def _differ(old: Array, new: Array) -> Any:
     """The elements that change."""
     dtype = jnp.result_type(old)
     # What a wider type tells apart is a change, too.
@@ -299,7 +299,7 @@ def _differ(old: Any, new: Any) -> Any:
 
 
 @jax.jit
-def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, ...]:
+def _compared(old: Array, new: Array, gradient: Array) -> tuple[Any, ...]:
     """What became of an array.
 
     Returns:

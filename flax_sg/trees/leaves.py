@@ -11,7 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeAlias
 
 import jax
@@ -25,7 +33,7 @@ from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters.expressions import decide, of_a_part
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.filters.unused import find_unused
-from flax_sg.internals.types import Decision, Leaf, PyTree
+from flax_sg.internals.types import Decision, Leaf, PyTree, TreeDef
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
@@ -56,7 +64,7 @@ class Leaves:
     """
 
     values: list[Any]
-    treedef: Any
+    treedef: TreeDef
 
     def __init__(self, tree: PyTree, outer: tuple[str, ...] = ()) -> None:
         self.tree, self._tie = each_once(tree)
@@ -104,7 +112,9 @@ class Leaves:
         return zip(self.paths, self.values, strict=True)
 
 
-def _put_together(treedef: Any, tie: Callable[[Any], Any], values: Any) -> Any:
+def _put_together(
+    treedef: TreeDef, tie: Callable[[Any], Any], values: Iterable[Leaf]
+) -> Any:
     return tie(jax.tree_util.tree_unflatten(treedef, list(values)))
 
 
@@ -187,7 +197,7 @@ def _names_of(tree: PyTree) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The names of each leaf: of its variable, and within it, as ``names_in`` says."""
     out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
-    def walk(node: Any, outer: tuple[str, ...]) -> None:
+    def walk(node: PyTree, outer: tuple[str, ...]) -> None:
         if type(node) is dict:  # Nearly always.
             for key in sorted(node):
                 walk(node[key], (*outer, str(key)))
@@ -263,7 +273,7 @@ def check_unused(unused: str) -> None:
         )
 
 
-def fitting(path: Path, value: Any, other: Any) -> Any:
+def fitting(path: Path, value: PyTree, other: PyTree) -> PyTree:
     """Returns the value that is read in place of another; raises if it does not fit.
 
     One of the two may be in a box: averages are often kept without.
@@ -276,12 +286,12 @@ def fitting(path: Path, value: Any, other: Any) -> Any:
     raise misfit(path, described(value), described(other))
 
 
-def _form(value: Any) -> Any:
+def _form(value: PyTree) -> Hashable:
     leaves, treedef = jax.tree.flatten(value)
     return treedef, [(_type_of(x), shape_of(x)) for x in leaves]
 
 
-def _type_of(leaf: Any) -> Any:
+def _type_of(leaf: Leaf) -> Any:
     """The dtype of an array: of one of NumPy that which JAX makes of it."""
     dtype = getattr(leaf, 'dtype', type(leaf))
     if isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind in 'biufc':
@@ -301,7 +311,7 @@ def shape_of(leaf: Leaf) -> Any:
     return getattr(leaf, 'shape', ())
 
 
-def described(value: Any) -> str:
+def described(value: PyTree) -> str:
     """A value by the types in it."""
     leaves, treedef = jax.tree.flatten(value)
     if jax.tree_util.treedef_is_leaf(treedef) and leaves:

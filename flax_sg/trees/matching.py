@@ -85,12 +85,14 @@ def _by_key_path(leaves: Leaves, tree: PyTree) -> list[tuple[int, Any]]:
     return [(places[keys], value) for keys, value in found]
 
 
-def is_nothing(node: Any) -> bool:
+def is_nothing(node: object) -> bool:
     """Whether a node stands for a gradient that does not exist."""
     return node is None or isinstance(node, (Absent, optax.MaskedNode))
 
 
-def other_shape(whose: str, path: str, leaf: Leaf, value: Any) -> errors.StructureError:
+def other_shape(
+    whose: str, path: str, leaf: Leaf, value: Leaf
+) -> errors.StructureError:
     """The error for a value of a parameter that has another shape."""
     return errors.StructureError(
         f'{whose} at {str(path)!r} has another shape than the parameter.\n'

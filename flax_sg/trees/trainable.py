@@ -122,7 +122,7 @@ def states(tree: PyTree) -> list[bool]:
 def variable_types(tree: PyTree) -> list[type | None]:
     """For each leaf the class of the Variable of NNX that it is in, if there is one."""
 
-    def is_variable(node: Any) -> bool:
+    def is_variable(node: object) -> bool:
         return is_of_nnx(type(node), 'Variable')
 
     nodes = jax.tree.leaves(tree, lambda node: is_whole(node) or is_variable(node))
@@ -139,7 +139,7 @@ def declared(tree: PyTree) -> list[bool]:
     Of the Variables of NNX each Param is trained, as ``nnx.grad`` has it.
     """
 
-    def is_leaf(node: Any) -> bool:
+    def is_leaf(node: object) -> bool:
         return is_whole(node) or _fields_of(type(node)) is not None
 
     out: list[bool] = []
@@ -149,7 +149,7 @@ def declared(tree: PyTree) -> list[bool]:
     return out
 
 
-def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
+def _declared_in(node: object, fields: frozenset[str]) -> list[bool]:
     children, _ = one_level(node)
     names = [name_of(keys[0]) for keys, _ in children]
     for name in sorted(fields - set(names)):
