@@ -183,14 +183,14 @@ class Precomputed:
         words = {name for name in names if isinstance(name, str)}
         if len(args) != len(positions) or words != {*kwargs}:
             raise self._miscounted(part, names, kept)
-        given = {**dict(zip(positions, args, strict=True)), **kwargs}
+        by_name = {**dict(zip(positions, args, strict=True)), **kwargs}
         # Errors count as the caller does.
-        others = kept and len(self._traced.own)
+        first = kept and len(self._traced.own)
         own: dict[Name, Name] = {
-            name: n + (n >= others) * kept for n, name in enumerate(positions)
+            name: n + (n >= first) * kept for n, name in enumerate(positions)
         }
         values: dict[int, Array] = {}
-        for name, arg in given.items():
+        for name, arg in by_name.items():
             argument = self._traced.arguments[name]._replace(name=own.get(name, name))
             values.update(argument.values(arg, self._split.avals))
         return values

@@ -73,7 +73,7 @@ class Split(NamedTuple):
         Args:
             absent: what stands in the trees for the other leaves.
         """
-        others = [
+        of_trees = [
             (
                 tree.form,
                 [*map(functools.partial(_other, absent), decisions, tree.values)],
@@ -85,7 +85,7 @@ class Split(NamedTuple):
             new = iter(gradients)
             return tuple(
                 form(next(new) if other is None else other() for other in of_tree)
-                for form, of_tree in others
+                for form, of_tree in of_trees
             )
 
         return filled

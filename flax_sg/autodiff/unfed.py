@@ -33,9 +33,9 @@ def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
         return [leaf.value for leaf in leaves], None
 
     def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
-        found = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        fed.update(n for n, ct in enumerate(found) if ct is not None)
-        return (found,)
+        gradients = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+        fed.update(n for n, ct in enumerate(gradients) if ct is not None)
+        return (gradients,)
 
     identity.defvjp(forward, backward, symbolic_zeros=True)
     return identity(list(live))

@@ -187,15 +187,15 @@ def active() -> tuple[Block, ...]:
 
 def remove(block: Block) -> None:
     """Removes a block from this thread, even if an exception left it half open."""
-    rest = tuple(other for other in thread.blocks if other is not block)
-    for index, other in enumerate(rest):
+    remaining = tuple(other for other in thread.blocks if other is not block)
+    for index, other in enumerate(remaining):
         if block in other.outer:
             # ``other`` opened inside ``block``, so traces under its number depend on
             # ``block``: it gets a fresh number.
             other.lease.give_back()
-            other.outer = rest[:index]
+            other.outer = remaining[:index]
             other.lease = numbers.unknown(other.asker, other.lease)
-    thread.set_blocks(rest)
+    thread.set_blocks(remaining)
     block.forget_roots()
     block.is_open = False
     block.lease.give_back()

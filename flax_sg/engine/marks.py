@@ -38,8 +38,8 @@ def added(groups: Groups, facts: Hashable) -> Groups:
     """The groups with facts; as they are, if no scope is there to carry facts."""
     if not (groups and groups[0]):
         return groups
-    first, *rest = groups[0]
-    return (({**first, _NAME: _Mark(facts)}, *rest), *groups[1:])
+    first, *later = groups[0]
+    return (({**first, _NAME: _Mark(facts)}, *later), *groups[1:])
 
 
 def facts_of(groups: Groups) -> Iterator[Any]:

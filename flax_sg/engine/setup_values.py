@@ -270,14 +270,14 @@ class _SetupValues:
         stops = bool(self.blocks) and classes is contents.ARRAYS
         if not isinstance(value, contents.ARRAYS if stops else tracing.Tracer):
             return None
-        found = self._candidates(value, made_in) or self._candidates(value, self.blocks)
-        if len(found) != 1:
+        pairs = self._candidates(value, made_in) or self._candidates(value, self.blocks)
+        if len(pairs) != 1:
             return None
         # If variables of other modules share the array, nothing tells which was read.
         # A write may make them share it, so they are counted each time.
         every = jax.tree.leaves(core_scopes.stored(self.module.scope.root))
-        same = map(operator.is_, every, itertools.repeat(found[0][1]))
-        return found[0] if sum(same) == 1 else None
+        same = map(operator.is_, every, itertools.repeat(pairs[0][1]))
+        return pairs[0] if sum(same) == 1 else None
 
     def _candidates(self, value: PyTree, made_in: Blocks) -> list[tuple[Key, Any]]:
         """The keys and stored leaves that a value may be, if these blocks were open.
@@ -287,7 +287,7 @@ class _SetupValues:
         """
         scope = self.module.scope
         stored = core_scopes.stored(scope)
-        found: list[tuple[Key, Any]] = []
+        pairs: list[tuple[Key, Any]] = []
         for collection, tree in stored.items():
             for name, variable in tree.items():
                 key = collection, (*scope.path, name)
@@ -295,8 +295,8 @@ class _SetupValues:
                 if not isinstance(variable, Mapping):
                     leaves = jax.tree.leaves(variable)
                     count = sum(other is leaf for other in leaves)
-                    found += [(key, leaf)] * count
-        return found
+                    pairs += [(key, leaf)] * count
+        return pairs
 
     def _made_again(self, name: str, made_in: Blocks) -> dict[str, Any]:
         """What ``setup`` makes in these blocks; empty if they change nothing."""

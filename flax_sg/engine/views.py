@@ -230,9 +230,9 @@ def _instead(
     def find_in(collection: str) -> Any:
         for above, variables in root.parts:
             if key[1][: len(above)] == above:
-                found = find(variables, collection, key[1][len(above) :])
-                if found is not MISSING:
-                    return view(root, block.outer, (collection, key[1]), found)
+                variable = find(variables, collection, key[1][len(above) :])
+                if variable is not MISSING:
+                    return view(root, block.outer, (collection, key[1]), variable)
         return MISSING
 
     new = block.rewrite.rule.instead(path_of(block, key), value, find_in)

@@ -428,16 +428,16 @@ def _small_shape(index: ArrayIndex, shape: tuple[int, ...]) -> tuple[int, ...]:
         for entry in index.entries
     ]
     dots = [n for n, entry in enumerate(index.entries) if entry is Ellipsis]
-    rest = len(shape) - sum(axes) + len(dots)
+    axes_of_dots = len(shape) - sum(axes) + len(dots)
     out: list[int] = []
     for n, (entry, count) in enumerate(zip(index.entries, axes, strict=True)):
         if n in dots:
-            out += [1] * rest
+            out += [1] * axes_of_dots
         elif isinstance(entry, slice) and entry == slice(None):
             out.append(1)
         else:
             out += shape[len(out) : len(out) + count]
-    return tuple(out + [1] * (0 if dots else rest))
+    return tuple(out + [1] * (0 if dots else axes_of_dots))
 
 
 def unclear_part(elements: Unclear) -> errors.PartError:

@@ -40,9 +40,9 @@ def inputs_explained(
         lines = _explanation(write, model, args, kwargs, error)
         if lines is None:
             raise
-        given, advice = lines
+        mistake, advice = lines
         raise errors.ArgumentTypeError(
-            f'{_name_in(write)}() gave {type(model).__name__} {given}, '
+            f'{_name_in(write)}() gave {type(model).__name__} {mistake}, '
             f'which raised {type(error).__name__}.\n{advice}'
         ) from error
 
@@ -69,10 +69,10 @@ def _explanation(
             'A filter is no input: sg.paths shows what it names.\n'
             f'Write sg.paths({inputs}, where={written}).',
         )
-    given = next(filter(None, map(_for_init, args)), '')
-    if given:
+    mistake = next(filter(None, map(_for_init, args)), '')
+    if mistake:
         return (
-            f'{given} as its argument',
+            f'{mistake} as its argument',
             f'{_name_in(write)}() makes the variables itself, from the inputs.\n'
             f'Write {write.format("model, x")}.',
         )

@@ -74,8 +74,8 @@ def of_type(
         UnknownNameError: later, if it is asked for a variable that the model lacks.
     """
     classes = cls if isinstance(cls, tuple) else (cls,)
-    given: tuple[Any, ...] = classes
-    for each in given:
+    arguments: tuple[Any, ...] = classes
+    for each in arguments:
         if not isinstance(each, type):
             raise errors.ArgumentTypeError(
                 f'of_type was given {brief(each)}, where the class of a module is '
@@ -92,24 +92,24 @@ def of_type(
         )
     is_one = not isinstance(model, Mapping) or _is_of_nnx(model)
     models: Any = {'': (model,)} if is_one else model
-    found = {
+    is_meant_at = {
         (collection, (*filter(None, [name]), *path)): any(
             issubclass(module, classes) for module in outer
         )
-        for name, given in models.items()
+        for name, entry in models.items()
         for collection, path, outer in _variables(
-            *_model_and_inputs(names, name, given, args), kw
+            *_model_and_inputs(names, name, entry, args), kw
         )
     }
-    selected = frozenset(place for place, is_meant in found.items() if is_meant)
-    return Derived(selected, frozenset(found), f'of_type({names})')
+    selected = frozenset(place for place, is_meant in is_meant_at.items() if is_meant)
+    return Derived(selected, frozenset(is_meant_at), f'of_type({names})')
 
 
 def _model_and_inputs(
-    names: str, name: str, given: Any, args: tuple[Any, ...]
+    names: str, name: str, entry: Any, args: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
     """A model and its inputs, of what is given for it; raises if it is no model."""
-    model, *inputs = given if isinstance(given, tuple) and given else (given,)
+    model, *inputs = entry if isinstance(entry, tuple) and entry else (entry,)
     if _is_of_nnx(model) or isinstance(getattr(model, 'init', None), Callable):
         return model, (*inputs, *args)
     of_name = f' at {name!r}' if name else ''
@@ -150,8 +150,8 @@ def _variables(
 
     rngs = jax.eval_shape(lambda: jax.random.key(0))
     with inputs_explained('filters.of_type(cls, {})', model, args, kwargs):
-        made = initializing.variables_of(model, rngs, args, kwargs, note)
-    for collection, tree in made.items():
+        variables = initializing.variables_of(model, rngs, args, kwargs, note)
+    for collection, tree in variables.items():
         for names, inner, _ in names_in(tree):
             above = (at.get(names[:n], set()) for n in range(len(names) - 1))
             outer = declaring.get(names, at.get(names[:-1], set())).union(*above)

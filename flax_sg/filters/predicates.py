@@ -99,10 +99,10 @@ class Predicate(Atom):
         """Whether the function returns True; raises if it returns no bool."""
         return self.returned(path, path)
 
-    def returned(self, what: Any, path: Path) -> bool:
-        """What the function returns for something; raises if it is no bool."""
+    def returned(self, argument: Any, path: Path) -> bool:
+        """What the function returns for an argument; raises if it is no bool."""
         try:
-            result = self.fn(what)
+            result = self.fn(argument)
         except jax.errors.ConcretizationTypeError as error:
             raise self._error('reads a traced value') from error
         except Exception as error:

@@ -311,8 +311,8 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
             if methods is not None:
                 raise _methods_without_class(methods)
             return BlockDecorator.of(make_rewrite(*args, **kwargs))
-        target, *rest = args
-        rewrite = BlockDecorator.of(make_rewrite(*rest, **kwargs))
+        target, *arguments = args
+        rewrite = BlockDecorator.of(make_rewrite(*arguments, **kwargs))
         return _lifted(rewrite, target, methods, name)
 
     out: Any = with_target

@@ -23,13 +23,13 @@ class OfModule:
 
     Args:
         fn: the method of a wrapper whose module has no such method of its own.
-        made: makes a method of a wrapper, from its name and the module's method.
+        make: makes a method of a wrapper, from its name and the module's method.
     """
 
     nowrap = True  # Flax leaves such an attribute of a class as it is.
 
-    def __init__(self, fn: Callable[..., Any], made: Callable[..., Any]) -> None:
-        self.fn, self.made = fn, made
+    def __init__(self, fn: Callable[..., Any], make: Callable[..., Any]) -> None:
+        self.fn, self.make = fn, make
         self.__doc__ = fn.__doc__
 
     def __get__(self, wrapper: Module | None, owner: type | None = None) -> Any:
@@ -38,7 +38,7 @@ class OfModule:
         name = self.fn.__name__
         method = _method_of(wrapper.module, name)
         own = method is not None and method is not self.fn
-        return types.MethodType(self.made(name, method) if own else self.fn, wrapper)
+        return types.MethodType(self.make(name, method) if own else self.fn, wrapper)
 
 
 def _method_of(module: Module, name: str) -> Callable[..., Any] | None:

@@ -40,16 +40,16 @@ def refused(expected: str, target: object) -> errors.ArgumentTypeError:
     )
 
 
-def read_later(wrapper: str, cls: str, name: str, what: str) -> errors.BlockError:
+def read_later(wrapper: str, cls: str, name: str, kind: str) -> errors.BlockError:
     """A wrapper was asked for a value that reads variables when it is used."""
     write = (
         f'Iterate in the method, and return a list: return list(...) in {cls}.{name}.'
-        if 'iterator' in what
+        if 'iterator' in kind
         else f'Call a method of the module: def use(self, ...) in {cls}, which uses '
         f'self.{name}.'
     )
     return errors.BlockError(
-        f'nn.{wrapper}({cls}(...)).{name} is or holds a {what} that '
+        f'nn.{wrapper}({cls}(...)).{name} is or holds a {kind} that '
         'reads variables when it is used.\n'
         "Such a read is outside of the wrapper's calls, so the rule would miss it.\n"
         f'{write}'

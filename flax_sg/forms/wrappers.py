@@ -142,7 +142,7 @@ class _Forwards:
     def __exit__(self, *exc: object) -> None:
         """Python looks for ``__exit__`` before it calls ``__enter__``, which raises."""
 
-    @functools.partial(forwarded.OfModule, made=forwarded.forwards)
+    @functools.partial(forwarded.OfModule, make=forwarded.forwards)
     @nowrap  # ``nn.jit(nn.Frozen)`` and the like would have Flax wrap it.
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
@@ -202,9 +202,9 @@ class _Forwards:
         """The variables of the wrapped module, as seen in the block."""
         return self.__getattr__('variables')
 
-    def _read_later(self: Any, name: str, what: str) -> errors.BlockError:
+    def _read_later(self: Any, name: str, kind: str) -> errors.BlockError:
         wrapper, cls = type(self).__name__, type(innermost(self)).__name__
-        return mistakes.read_later(wrapper, cls, name, what)
+        return mistakes.read_later(wrapper, cls, name, kind)
 
     def _part(self: Any, part: Any) -> Any:
         """A wrapper of a part of the module, with the same paths."""

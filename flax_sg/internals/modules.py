@@ -307,14 +307,14 @@ def own_scopes(module: Module) -> tuple[Scope, ...]:
 
 def field_leaves(module: Module) -> list[Any]:
     """The leaves in the fields of a module, and in fields of modules found there."""
-    found: list[Any] = []
+    leaves: list[Any] = []
     waiting = [module]
     while waiting:
         part = waiting.pop()
         fields = [f.name for f in dataclasses.fields(part) if f.init]
         values = [getattr(part, name) for name in fields if name != 'parent']
         for leaf in jax.tree_util.tree_leaves(values):
-            if not any(leaf is other for other in found):
-                found.append(leaf)
+            if not any(leaf is other for other in leaves):
+                leaves.append(leaf)
                 waiting += [leaf] if isinstance(leaf, Module) else []
-    return found
+    return leaves

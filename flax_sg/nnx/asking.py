@@ -88,9 +88,9 @@ def ask(call: str, walk: Walk, where: Any, kind: Kind, unused: str) -> list[Aske
         except errors.UnusedFilterError as error:
             with contextlib.suppress(errors.FlaxSGError):
                 asked = _asked(walk, every, where, unused)
-                found = _kinds_in([x.leaf for x in asked if x.is_meant], own)
-                advice = f'It matches values of another kind: write kind={found}.'
-                if not found:  # Such as a tree of bools that is False for these.
+                kinds = _kinds_in([x.leaf for x in asked if x.is_meant], own)
+                advice = f'It matches values of another kind: write kind={kinds}.'
+                if not kinds:  # Such as a tree of bools that is False for these.
                     advice = (
                         'It has values for other kinds: write kind=... in the call.'
                     )

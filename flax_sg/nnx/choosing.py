@@ -107,11 +107,11 @@ def where(
         # An array in no Variable may be a table, which no optimizer should move.
         kind = IN_VARIABLES
     asked = ask('nnx.where', walk, where, kind, unused)
-    found = [each for each in asked if each.is_meant]
-    for _, paths, decisions in found:
+    chosen = [each for each in asked if each.is_meant]
+    for _, paths, decisions in chosen:
         if not all(decision is True for decision in decisions):
             raise of_a_part_in_nnx(paths[0], decisions[0])
-    selected = frozenset(('params', leaf.names) for leaf, *_ in found)
+    selected = frozenset(('params', leaf.names) for leaf, *_ in chosen)
     known = frozenset(('params', leaf.names) for leaf in walk.leaves.values())
     side = filters.as_filter(where).side or 'trained'
     return Chosen(selected, known, 'nnx.where', kind, side)

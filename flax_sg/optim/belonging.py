@@ -141,13 +141,13 @@ class _Fields(NamedTuple):
     shared: set[Names]
     trees: set[Names]
 
-    def fits(self, others: _Fields) -> bool:
+    def fits(self, other: _Fields) -> bool:
         """Whether other fields are of the same part, whatever is frozen in either.
 
         A tree of which all is frozen has no values.
         """
-        same = self.trees == others.trees or not (self.trees and others.trees)
-        return same and self.shared == others.shared
+        same = self.trees == other.trees or not (self.trees and other.trees)
+        return same and self.shared == other.shared
 
 
 def _fields(

@@ -148,10 +148,12 @@ class Freeze:
                 # Parameters that a freeze in ``tx`` drops may lack a gradient.
                 spared = functools.cache(lambda: _frozen_in(self.tx, shown))
                 grads = gradient_of_each(leaves, updates, trained, spared)
-            own = None if params is None else shown
+            inner_params = None if params is None else shown
             extra = {k: _of_trained(v, leaves, trained) for k, v in extra.items()}
             try:
-                updates, after = self._step(leaves, trained, grads, state, own, extra)
+                updates, after = self._step(
+                    leaves, trained, grads, state, inner_params, extra
+                )
             except (ValueError, TypeError, KeyError) as error:
                 is_of_all = False in trained and _is_of_all(self.tx, state, leaves)
                 if not is_of_all and _may_be_of(self.tx, state, shown):
@@ -167,13 +169,13 @@ class Freeze:
         trained: Sequence[Decision],
         gradients: Sequence[Any],
         state: PyTree,
-        own: Any,
+        inner_params: PyTree,
         extra: Mapping[str, Any],
     ) -> tuple[Any, Any]:
         """A step of ``tx`` on what is trained: the updates of all, and its state."""
         parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
         seen = leaves.treedef.unflatten(map(_seen, parameters, gradients))
-        of_trained, after = self.tx.update(seen, state, own, **extra)
+        of_trained, after = self.tx.update(seen, state, inner_params, **extra)
         out = map(_update, parameters, leaves.treedef.flatten_up_to(of_trained))
         return leaves.restore(out), after
 
@@ -332,8 +334,8 @@ def _update(parameter: _Parameter, update: PyTree) -> Any:
         return _no_update(leaf)
     if isinstance(part, Choice):
         return part.put(update, np.shape(leaf), -0.0)
-    rest = jnp.full_like(update, -0.0) if isinstance(part, filters.Part) else update
-    return filters.merged(part, update, rest, path, np.shape(leaf))
+    frozen = jnp.full_like(update, -0.0) if isinstance(part, filters.Part) else update
+    return filters.merged(part, update, frozen, path, np.shape(leaf))
 
 
 def _no_update(leaf: Leaf) -> Any:

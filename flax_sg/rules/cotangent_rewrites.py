@@ -363,9 +363,9 @@ def copy_cotangent(
     return Rewrite(filters.as_filter(where), rule, collections, unused)
 
 
-def _check_numeric(value: object, what: str) -> None:
+def _check_numeric(value: object, expected: str) -> None:
     if not isinstance(value, (int, float, complex, np.number, np.ndarray, jax.Array)):
-        raise wrong_argument(value, what, 'a number or an array of numbers')
+        raise wrong_argument(value, expected, 'a number or an array of numbers')
 
 
 def _check_number(name: str, value: Scalar) -> None:

@@ -74,7 +74,7 @@ class OnCotangents(rules.Keyed):
         """
         leaves = _leaves(selected)
         new = iter(primitives.map_cotangents(fn, leaves, self.operands))
-        return [[next(new) for _ in own] for _, own in selected]
+        return [[next(new) for _ in of_path] for _, of_path in selected]
 
 
 class Scale(OnCotangents):
@@ -112,8 +112,8 @@ class Each(OnCotangents):
             cotangents: Sequence[Any], _: Sequence[Array], *operands: Array
         ) -> list[Any]:
             new = [of_user(path, *cotangents, *operands)]
-            what = f'what {predicates.describe(of_user)} returns'
-            return _checked(path, what, cotangents, new)
+            name = f'what {predicates.describe(of_user)} returns'
+            return _checked(path, name, cotangents, new)
 
         return self._mapped(fn, [(path, [leaf])])[0][0]
 
@@ -227,12 +227,12 @@ class Copy(OnCotangents):
         """The indices of leaves, each target with its source."""
         indices: dict[tuple[str, str], list[int]] = {}
         leaves: list[Any] = []
-        for path, own in selected:
-            of_path = range(len(leaves), len(leaves) + len(own))
+        for path, of_path in selected:
+            numbers = range(len(leaves), len(leaves) + len(of_path))
             # A name is that of a variable, or of a leaf within one.
             for name in {str(path), str(path.variable)}:
-                indices.setdefault((path.collection, name), []).extend(of_path)
-            leaves += own
+                indices.setdefault((path.collection, name), []).extend(numbers)
+            leaves += of_path
         pairs: list[tuple[int, int]] = []
         for (collection, target), targets in indices.items():
             source = self._sources.get(target)
@@ -247,21 +247,21 @@ class Copy(OnCotangents):
 
 def _leaves(selected: rules.Selected) -> list[Any]:
     """The leaves of all selected variables."""
-    return [leaf for _, own in selected for leaf in own]
+    return [leaf for _, of_path in selected for leaf in of_path]
 
 
 def _checked(
-    path: str, what: str, expected: Sequence[Any], given: list[Any]
+    path: str, name: str, expected: Sequence[Any], cotangents: list[Array]
 ) -> list[Any]:
-    """The given cotangents, if they have the shapes and dtypes of the expected ones."""
-    forms, others = (
+    """Cotangents, if they have the shapes and dtypes of the expected ones."""
+    wanted, forms = (
         [(getattr(x, 'shape', None), getattr(x, 'dtype', None)) for x in leaves]
-        for leaves in (expected, given)
+        for leaves in (expected, cotangents)
     )
-    if forms != others:
+    if forms != wanted:
         raise errors.CotangentError(
             f'the cotangent of {str(path)!r} is {", ".join(map(shown, expected))}, and '
-            f'{what} is {", ".join(map(shown, given))}.\n'
+            f'{name} is {", ".join(map(shown, cotangents))}.\n'
             'A cotangent has the shape and the dtype of its parameter.'
         )
-    return given
+    return cotangents

@@ -79,7 +79,7 @@ def map_cotangents(
 
     def forward(values: Sequence[Array], operands: Sequence[Array]) -> Any:
         flags = tuple(value.perturbed for value in values)
-        values, operands = ([x.value for x in given] for given in (values, operands))
+        values, operands = ([x.value for x in arrays] for arrays in (values, operands))
         return alike(values, operands), (operands, _Differentiated(flags))
 
     def backward(residuals: Sequence[Array], cotangents: Sequence[Array]) -> Any:

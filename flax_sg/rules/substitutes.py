@@ -179,10 +179,10 @@ def is_initializing(values: PyTree) -> bool:
     return isinstance(values, modules.Module) and values.is_initializing()
 
 
-def no_values(what: str) -> errors.ArgumentTypeError:
+def no_values(name: str) -> errors.ArgumentTypeError:
     """The error for an argument that gives no values for variables."""
     return errors.ArgumentTypeError(
-        f'{what} cannot be read in place of variables.\n'
+        f'{name} cannot be read in place of variables.\n'
         "Give values nested as the variables are: {'kernel': value}, or {'params': "
         "{'kernel': value}} for several collections. Or give a function (path, value) "
         '-> value, a bound module, or the name of another collection.'

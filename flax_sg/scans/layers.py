@@ -86,8 +86,8 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
     """
     if frozen_layers is None:
         return linen.scan(target, *args, **kwargs)  # pyright: ignore
-    given = inspect.signature(linen.scan).bind(target, *args, **kwargs).arguments
-    axes: Any = given.get('variable_axes', {})
+    arguments = inspect.signature(linen.scan).bind(target, *args, **kwargs).arguments
+    axes: Any = arguments.get('variable_axes', {})
     if not any(in_filter(collections, 'params') for collections in axes):
         raise errors.PartError(
             f'frozen_layers={frozen_layers!r} was given, but all layers share their '
@@ -154,11 +154,11 @@ def split_scan(
     for start, end in reversed(runs) if reverse else runs:
         whole = masks[:, start].tolist()
         step, scanned = layer.steps(seen, whole, start, end)
-        carry, made = jax.lax.scan(step, carry, scanned, reverse=reverse, **options)
-        parts.append(made)
-    made = map(_joined, zip(*(parts[::-1] if reverse else parts), strict=True))
+        carry, ys = jax.lax.scan(step, carry, scanned, reverse=reverse, **options)
+        parts.append(ys)
+    stacked = map(_joined, zip(*(parts[::-1] if reverse else parts), strict=True))
     return carry, layer.out.unflatten(
-        next(made) if index is None else stack[index] for index in layer.handed_on
+        next(stacked) if index is None else stack[index] for index in layer.handed_on
     )
 
 
@@ -240,16 +240,16 @@ class _Layer(NamedTuple):
         """Traces the body on the first layer; returns what to carry, too."""
         first = jax.eval_shape(lambda xs: jax.tree.map(lambda x: x[0], xs), xs)
         trace = jax.make_jaxpr(body, return_shape=True)
-        program, (made, out) = trace(carry, first)
-        if jax.tree.structure(carry) != jax.tree.structure(made):
+        program, (new_carry, out) = trace(carry, first)
+        if jax.tree.structure(carry) != jax.tree.structure(new_carry):
             jax.lax.scan(body, carry, xs)  # It raises, and says where they differ.
-        strong = _strong(carry, made)
+        strong = _strong(carry, new_carry)
         leaves = zip(*map(jax.tree.leaves, (carry, strong)), strict=True)
         # ``jax.lax.scan``, too, traces the body again with the wider dtypes.
         if any(old is not new for old, new in leaves):
             carry = strong
-            program, (made, out) = trace(carry, first)
-        start = len(jax.tree.leaves(made))
+            program, (new_carry, out) = trace(carry, first)
+        start = len(jax.tree.leaves(new_carry))
         variables = program.jaxpr.invars[start:]
         indices = {v: index for index, v in enumerate(variables) if params[index]}
         handed_on: list[int | None] = []
@@ -268,7 +268,7 @@ class _Layer(NamedTuple):
                     'nn.stop_gradient(sg.at(...)) around a scan without frozen_layers=.'
                 )
         treedef = jax.tree.structure
-        return cls(program, treedef(made), treedef(out), handed_on), carry
+        return cls(program, treedef(new_carry), treedef(out), handed_on), carry
 
     def steps(
         self, seen: list[Any], whole: list[bool], start: int, end: int
@@ -291,35 +291,35 @@ class _Layer(NamedTuple):
         ]
 
         def step(carry: PyTree, xs: PyTree) -> tuple[Any, Any]:
-            index, rest = xs[0], iter(xs[1])
+            index, slices = xs[0], iter(xs[1])
             carry = jax.tree.leaves(carry)
             leaves = [
-                residuals.Remade(_slice, (stack, index)) if is_whole else next(rest)
+                residuals.Remade(_slice, (stack, index)) if is_whole else next(slices)
                 for stack, is_whole in pairs
             ]
             results = residuals.evaluate(self.program, [*carry, *leaves])
             out = zip(self.handed_on, results[len(carry) :], strict=True)
             # Parameters that a layer returns unchanged come from the stack itself.
-            made = [result for index, result in out if index is None]
-            return self.carry.unflatten(results[: len(carry)]), made
+            ys = [result for index, result in out if index is None]
+            return self.carry.unflatten(results[: len(carry)]), ys
 
         sliced = [stack[start:end] for stack, is_whole in pairs if not is_whole]
         return step, (jnp.arange(start, end, dtype=jnp.uint32), sliced)
 
 
-def _strong(carry: PyTree, made: PyTree) -> Any:
+def _strong(carry: PyTree, new_carry: PyTree) -> PyTree:
     """What is carried, with Python's numbers in the dtype that the body returns."""
 
-    def strong(old: Array, new: Array) -> Any:
+    def strong(old: Array, new: Array) -> Array:
         if not jax.typeof(old).weak_type:
             return old
         is_wider = jnp.result_type(old, new) != jnp.result_type(old)
         return jnp.asarray(old, new.dtype) if is_wider else old
 
-    return jax.tree.map(strong, carry, made)
+    return jax.tree.map(strong, carry, new_carry)
 
 
-def _masked(leaf: Leaf, mask: NDArray[np.bool_]) -> Any:
+def _masked(leaf: Leaf, mask: NDArray[np.bool_]) -> Array:
     """A stack of which some layers are stopped; as it is if none is."""
     if not mask.any():
         return leaf
@@ -327,11 +327,11 @@ def _masked(leaf: Leaf, mask: NDArray[np.bool_]) -> Any:
     return jnp.where(over, jax.lax.stop_gradient(leaf), leaf)
 
 
-def _slice(stack: Array, index: Array) -> Any:
+def _slice(stack: Array, index: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[Any]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 

@@ -241,10 +241,10 @@ def _as_text(rows: Sequence[ModuleRow]) -> str:
     cells: list[list[str]] = []
     for row in rows:
         name = '  ' * len(row.names) + (row.names[-1] if row.names else '(model)')
-        _, *others = row.as_dict().values()
-        cells.append([name, *(x if isinstance(x, str) else f'{x:,}' for x in others)])
+        _, *values = row.as_dict().values()
+        cells.append([name, *(x if isinstance(x, str) else f'{x:,}' for x in values)])
     table = text.table(head, cells, right)
     if max(map(text.width, table.splitlines())) <= _WIDTH:
         return table
-    head, *cells = ([name, *rest] for name, _, *rest in (head, *cells))
+    head, *cells = ([name, *columns] for name, _, *columns in (head, *cells))
     return text.table(head, cells, right)

@@ -68,9 +68,9 @@ class Paths(tuple[Variable, ...]):
             return text.table(head[1:], [row[1:] for row in cells])
         count = sum(filters.is_meant(x.selected) for x in self)
         lines = [f'The filter selects {count} of {len(self)} variables.']
-        others = dict.fromkeys(x.kind for x in self if not x.is_parameter)
-        if others:
-            lines.append(f'Views take parameters, and by kind=: {", ".join(others)}.')
+        kinds = dict.fromkeys(x.kind for x in self if not x.is_parameter)
+        if kinds:
+            lines.append(f'Views take parameters, and by kind=: {", ".join(kinds)}.')
         return '\n'.join([text.table(head, cells), '', *lines])
 
     __str__ = __repr__
@@ -124,9 +124,9 @@ def paths(
         with inputs_explained('sg.paths({})', model, args, kwargs):
             tree, classes = variables_of(model, rngs, args, kwargs)
     elif args or kwargs:
-        given = args[0] if args and isinstance(args[0], str) else 'encoder/**'
+        pattern = args[0] if args and isinstance(args[0], str) else 'encoder/**'
         name = 'model' if is_nnx_model(model) else 'tree'
-        write = f'sg.paths({name}, where={given!r})'
+        write = f'sg.paths({name}, where={pattern!r})'
         raise wrong_argument(
             (*args, kwargs)[0], f'input: this {name} takes none', write
         )

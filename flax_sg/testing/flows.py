@@ -174,14 +174,14 @@ def _check(
             less, more = report.differs(n, wanted, outputs)
             lacks += [n] * (less and trained)
             has += [n] * (more and (only or not trained))
-        for verb, some in (('does not train', lacks), ('trains', has)):
-            if some:
-                names = listed([report.names[n] for n in some])
-                lines += [f'{name} {verb} {names}.', *_why(report, some[0], outputs)]
+        for verb, numbers in (('does not train', lacks), ('trains', has)):
+            if numbers:
+                names = listed([report.names[n] for n in numbers])
+                lines += [f'{name} {verb} {names}.', *_why(report, numbers[0], outputs)]
     if lines:
         gradient = 'a gradient' if trained else 'no gradient'
-        rest = ' and to nothing else' * only
-        lines = [f'Expected {gradient} to {named(where)}{rest}.', *lines]
+        alone = ' and to nothing else' * only
+        lines = [f'Expected {gradient} to {named(where)}{alone}.', *lines]
         raise errors.ExpectationError('\n'.join(lines))
 
 

@@ -222,7 +222,7 @@ def assert_moves_only(
     report = moves(before, after, gradients)
     [decisions] = leaves.selected([report.parameters], where)
     pairs = [*zip(_parameters(before), _parameters(after), strict=True)]
-    found: dict[str, list[tuple[int, str]]] = {'does not move': [], 'moves': []}
+    rows_by_verb: dict[str, list[tuple[int, str]]] = {'does not move': [], 'moves': []}
     for n, decision in enumerate(decisions):
         changes = report.status[n] in (MOVES, PARTLY, DRIFTS)
         why = report.reasons[n] or WORDS[report.status[n]].meaning
@@ -230,17 +230,17 @@ def assert_moves_only(
             (path, old), (_, new) = pairs[n]
             changed = np.asarray(_differ(old, new))
             inside = changed & decision.mask(changed.shape, path)
-            changes, rest = bool(inside.any()), changed & ~inside
+            changes, outside = bool(inside.any()), changed & ~inside
             why = why if changes else 'what is named of it stands still'
-            if rest.any():
+            if outside.any():
                 verbs = 'changes, and was not named', 'change, and were not named'
-                found['moves'].append((n, _rows(rest, *verbs)))
+                rows_by_verb['moves'].append((n, _rows(outside, *verbs)))
         if filters.is_meant(decision) != changes:
-            found['moves' if changes else 'does not move'].append((n, why))
+            rows_by_verb['moves' if changes else 'does not move'].append((n, why))
     lines: list[str] = []
-    for verb, some in found.items():
-        for n, why in some[:1]:
-            names = [report.names[n] for n, _ in some]
+    for verb, rows in rows_by_verb.items():
+        for n, why in rows[:1]:
+            names = [report.names[n] for n, _ in rows]
             lines += [f'It {verb} {listed(names)}.', f'{report.names[n]}: {why}.']
     if lines:
         lines = [f'Expected the step to move {who} and nothing else.', *lines]
@@ -249,13 +249,13 @@ def assert_moves_only(
         )
 
 
-def _rows(some: Array, singular: str, plural: str) -> str:
-    """What the rows do in which there is one of some elements; '' if there is none.
+def _rows(elements: Array, singular: str, plural: str) -> str:
+    """What the rows do in which there is one of the elements; '' if there is none.
 
     >>> _rows(np.array([[True], [True], [True], [False], [True]]), 'moves', 'move')
     'rows 0 to 2 and 4 move'
     """
-    rows = np.flatnonzero(some.reshape(len(some), -1).any(axis=1))
+    rows = np.flatnonzero(elements.reshape(len(elements), -1).any(axis=1))
     runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
     ends = [(run[0], run[-1]) for run in runs if run.size]
     texts = [str(a) if a == b else f'{a} to {b}' for a, b in ends]
@@ -307,8 +307,8 @@ def _compared(old: Array, new: Array, gradient: Array) -> tuple[Any, ...]:
         that is lost in the rounding wherever there is a gradient, whether there is, and
         for each row whether it changes.
     """
-    old, new, has = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
-    dtype, has = old.dtype, has.astype(bool)
+    old, new, has_gradient = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
+    dtype, has_gradient = old.dtype, has_gradient.astype(bool)
     differ = _differ(old, new)
     wide = dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
     old, new = old.astype(wide), new.astype(wide)
@@ -317,9 +317,11 @@ def _compared(old: Array, new: Array, gradient: Array) -> tuple[Any, ...]:
     # Of complex arrays nothing is proven.
     eps = float(jnp.finfo(dtype).eps) * jnp.isrealobj(old)
     lost = jnp.abs(old) * (eps / 4)
-    there = has if has.shape in ((), old.shape) else jnp.any(has)
-    finest = jnp.min(lost, where=there, initial=jnp.inf)
+    counted = has_gradient
+    if has_gradient.shape not in ((), old.shape):
+        counted = jnp.any(has_gradient)
+    finest = jnp.min(lost, where=counted, initial=jnp.inf)
     share = jnp.mean(differ) if differ.size else jnp.zeros(())
     # An array of one axis has no rows.
     rows = jnp.any(differ, axis=range(differ.ndim > 1, differ.ndim))
-    return share, change, finest, jnp.any(has), rows
+    return share, change, finest, jnp.any(has_gradient), rows

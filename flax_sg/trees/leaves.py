@@ -159,14 +159,14 @@ def arguments_of(
     if len({*positions}) == len(given_positions):
         is_prefixed = given_positions is argnums
         return {n: Leaves(args[n], (str(n),) if is_prefixed else ()) for n in positions}
-    given: Any = argnums
-    name = getattr(given, '__name__', None) or repr(given)
+    argument: Any = argnums
+    name = getattr(argument, '__name__', None) or repr(argument)
     message = (
         f'argnums={name} names no arguments of the call, which has {len(args)}.\n'
         'Give different positions, counted from 0: argnums=0, or argnums=(0, 1).'
     )
     with contextlib.suppress(errors.FilterTypeError):
-        filters.as_filter(given)  # The user meant wrt=.
+        filters.as_filter(argument)  # The user meant wrt=.
         message += f'\nTo name leaves by path, write wrt=: sg.grad(fun, wrt={name}).'
     raise errors.ArgumentTypeError(message)
 

@@ -213,9 +213,11 @@ def _check_differentiable(
     fixed = [row for row, may in zip(leaves, may_have, strict=True) if not may]
     for part in where.parts if isinstance(where, filters.Or) else (where,):
         meant = {path: leaf for path, leaf in fixed if filters.is_meant(part(path))}
-        others = (path for path, _ in itertools.compress(leaves, may_have))
+        candidates = (path for path, _ in itertools.compress(leaves, may_have))
         may_be_any = isinstance(part, filters.Constant)
-        if meant and not (may_be_any or any(filters.is_meant(part(x)) for x in others)):
+        if meant and not (
+            may_be_any or any(filters.is_meant(part(x)) for x in candidates)
+        ):
             raise not_differentiable(part, meant)
 
 
@@ -224,8 +226,8 @@ def not_differentiable(
 ) -> errors.ArgumentTypeError:
     """The error for a filter that names only what cannot be differentiated."""
     texts = [f'{str(path)!r} ({shown(leaf)})' for path, leaf in leaves.items()]
-    some = ', '.join(texts[:3] + ['...'] * (len(texts) > 3))
+    first = ', '.join(texts[:3] + ['...'] * (len(texts) > 3))
     return errors.ArgumentTypeError(
-        f'{where!r} selects only what cannot be differentiated: {some}.\n'
+        f'{where!r} selects only what cannot be differentiated: {first}.\n'
         'Select real or complex leaves; True selects those and no others.'
     )
