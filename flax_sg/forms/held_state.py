@@ -278,7 +278,7 @@ _OF_TO_LINEN = 'nnx_method'
 
 
 def _evaluated_nnx(
-    method: Callable[..., Any], switches_of: Callable[..., dict[str, bool]]
+    method: Callable[..., Any] | str | None, switches_of: Callable[..., dict[str, bool]]
 ) -> Any:
     """A method of an NNX model with all switches set, as ``model.eval()`` sets them.
 

@@ -15,7 +15,7 @@ import functools
 import re
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -28,6 +28,9 @@ from flax_sg.internals.types import PyTree
 
 # Flax's names for its transforms.
 JIT, SCAN, REMAT, MAP = 'jit', 'scan', 'remat', 'map_variables'
+
+# The body of a scan: from the carry and a slice of xs to the carry and a slice of ys.
+Body: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 # ``debug_path`` names the transforms around each module: ``remat(scan(layers))``.
 _SCAN_OR_REMAT = re.compile(rf'({SCAN}|{REMAT})\(')
@@ -82,7 +85,7 @@ def _check_loop() -> None:
     names: list[Any] = []
 
     def loop(
-        body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        body: Body,
         init: PyTree,
         xs: PyTree,
         **_: Any,

@@ -264,7 +264,7 @@ def clip_gradient(model: M, where: Where, **how: Any) -> M:
     return _of(cotangent_rewrites.clip_gradient, model, where, **how)
 
 
-def replace_cotangent(model: M, where: Where, value: PyTree, **how: Any) -> M:
+def replace_cotangent(model: M, where: Where, value: Array, **how: Any) -> M:
     """Returns a view whose gradients are a given value.
 
     >>> import jax.numpy as jnp

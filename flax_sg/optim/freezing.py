@@ -18,7 +18,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import listed, raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.tracing import Tracer
-from flax_sg.internals.types import Decision, Leaf, PyTree, Transformation
+from flax_sg.internals.types import Array, Decision, Leaf, PyTree, Transformation
 from flax_sg.optim.masks import parameters_of, trained_leaves
 from flax_sg.optim.pausing import with_paused
 from flax_sg.optim.selections import (
@@ -306,10 +306,10 @@ def _of_trained(value: PyTree, leaves: Leaves, trained: Sequence[Decision]) -> A
 
 
 # A parameter: what is trained of it, its path and its value.
-_Parameter: TypeAlias = tuple[Any, filters.Path, Any]
+_Parameter: TypeAlias = tuple[Decision, filters.Path, Leaf]
 
 
-def _seen(parameter: _Parameter, gradient: PyTree) -> Any:
+def _seen(parameter: _Parameter, gradient: Array) -> Array:
     """What the optimizer sees of a gradient: no frozen rows, zeros in frozen parts.
 
     Gradients for each example have axes in front.
@@ -327,7 +327,7 @@ def _seen(parameter: _Parameter, gradient: PyTree) -> Any:
     return filters.merged(part, gradient, jnp.zeros_like(gradient), path, own)
 
 
-def _update(parameter: _Parameter, update: PyTree) -> Any:
+def _update(parameter: _Parameter, update: Array) -> Array:
     """The update of a parameter: one that adds nothing to what is frozen."""
     part, path, leaf = parameter
     if part is False:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import filters
-from flax_sg.internals.types import PyTree, Transformation
+from flax_sg.internals.types import Array, Leaf, PyTree, Transformation
 from flax_sg.optim.owners import Owner, owners_of, vectors_of
 from flax_sg.optim.selections import Names, names_of
 from flax_sg.trees.leaf_types import is_differentiable
@@ -60,7 +60,7 @@ def with_paused(
     return treedef.unflatten(out)
 
 
-def _is_moment(owner: Owner, value: PyTree) -> bool:
+def _is_moment(owner: Owner, value: Leaf) -> bool:
     """Whether a value belongs to one parameter, and is no count.
 
     The names do not always tell: ``optax.scale_by_schedule`` has a 'count', as a
@@ -72,7 +72,7 @@ def _is_moment(owner: Owner, value: PyTree) -> bool:
     return not is_count and (owner.names != () or owner.owns(value))
 
 
-def _paused(part: filters.Part, new: PyTree, old: PyTree, owner: Owner) -> Any:
+def _paused(part: filters.Part, new: Array, old: Array, owner: Owner) -> Array:
     """A value of one parameter; the old one where its elements are frozen.
 
     A value of another shape, such as Adafactor's sums of rows, belongs to all elements:

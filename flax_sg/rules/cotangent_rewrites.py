@@ -25,8 +25,8 @@ from flax_sg.rules.rules import Rewrite
 
 def map_cotangent(
     where: filters.Where,
-    fn: Callable[..., Any],
-    *values: Any,
+    fn: Callable[..., Array],
+    *values: Array,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:

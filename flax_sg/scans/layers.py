@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part
 from flax_sg.internals import lifting
-from flax_sg.internals.types import Array, Leaf, PyTree
+from flax_sg.internals.types import Array, Leaf, PyTree, TreeDef
 from flax_sg.scans import residuals
 from flax_sg.trees.leaves import path_of, selected
 
@@ -97,7 +97,7 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
         )
 
     def loop(
-        body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        body: lifting.Body,
         init: PyTree,
         xs: PyTree,
         **options: Any,
@@ -109,7 +109,7 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
 
 def split_scan(
     frozen: Layers,
-    body: Callable[[Any, Any], tuple[Any, Any]],
+    body: lifting.Body,
     init: PyTree,
     xs: PyTree,
     *,
@@ -122,11 +122,11 @@ def split_scan(
     Args:
         frozen: which layers.
         body: the body of the loop.
-        init: what it carries.
-        xs: what is scanned; the first of it are the groups of variables.
+        init: the first carry.
+        xs: the scanned tree, which begins with the groups of variables.
         length: how many layers there are, or None to take it from ``xs``.
         reverse: whether the last layer is the first to run.
-        **options: others of ``jax.lax.scan``.
+        **options: other arguments of ``jax.lax.scan``.
     """
     pairs = jax.tree_util.tree_leaves_with_path(xs)
     stack = [leaf for _, leaf in pairs]
@@ -218,21 +218,21 @@ class _Layer(NamedTuple):
 
     Attributes:
         program: the body, as a function of leaves.
-        carry: the structure of what it carries.
-        out: the structure of what it gives out.
+        carry: the structure of its carry.
+        out: the structure of its scanned outputs.
         handed_on: for each parameter in ``out`` the index of the scanned leaf that it
             is; None for other leaves. A body that may write parameters returns them.
     """
 
     program: core.ClosedJaxpr
-    carry: PyTree
-    out: PyTree
+    carry: TreeDef
+    out: TreeDef
     handed_on: list[int | None]
 
     @classmethod
     def of(
         cls,
-        body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        body: lifting.Body,
         carry: PyTree,
         xs: PyTree,
         params: list[bool],
@@ -273,10 +273,10 @@ class _Layer(NamedTuple):
     def steps(
         self, seen: list[Any], whole: list[bool], start: int, end: int
     ) -> tuple[Callable[[Any, Any], Any], Any]:
-        """The body of a loop over some neighbours, and what that loop scans.
+        """The body of a loop over some neighbours, and the arrays that it scans.
 
         Args:
-            seen: what the layers see, stacked.
+            seen: the stacked leaves that the layers read.
             whole: which of these a layer reads from the whole stack: a slice of the
                 stack would be a copy of it. They are stopped.
             start: the index of the first layer.

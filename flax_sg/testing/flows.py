@@ -131,7 +131,7 @@ def _report(
     has_aux: bool,
     kwargs: Mapping[str, Any],
 ) -> flow.GradientFlow:
-    """The report on a function; one that was made is given without arguments."""
+    """The report on a function; a report as it is, if there are no arguments."""
     if not isinstance(loss, flow.GradientFlow):
         return flow.gradient_flow(
             loss, *args, argnums=argnums, has_aux=has_aux, **kwargs
