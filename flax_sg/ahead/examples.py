@@ -453,7 +453,7 @@ def _computed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Place]:
     return [Known(np.asarray(x)) for x in outs]
 
 
-def _plain(place: Place) -> Any:
+def _plain(place: Place) -> Examples | Alike | Mixed:
     """The place of an array of which nothing else is known.
 
     Of a constant these are the axes along which its rows are alike.

@@ -90,7 +90,7 @@ class Precomputed:
             self._run('early', self._split.early, values, self._split.kept)
         )
 
-    def late(self, *args: Any, **kwargs: Any) -> Any:
+    def late(self, *args: Any, **kwargs: Any) -> PyTree:
         """The function, of its parameters, what is kept, and what is in ``each=``.
 
         Parameters that ``wrt=`` of ``precompute`` does not name have no gradient. What

@@ -85,7 +85,7 @@ def value_and_grad(
         watched = fun if has_aux else writes.watched(fun)
 
         @functools.wraps(fun, updated=())
-        def fun_of_live(live: Sequence[Any]) -> Any:
+        def fun_of_live(live: Sequence[Any]) -> PyTree:
             nonlocal is_off
             live = live if judged is None else unfed.watched(live, fed)
             new = dict(zip(trees, split.join(live), strict=True))
@@ -207,7 +207,7 @@ def vjp(
     watched = fun if has_aux else writes.watched(fun)
 
     @functools.wraps(fun, updated=())
-    def fun_of_live(live: Sequence[Any]) -> Any:
+    def fun_of_live(live: Sequence[Any]) -> PyTree:
         return watched(*split.join(live))
 
     live = [leaf for _, leaf in split.live]

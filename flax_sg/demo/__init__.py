@@ -29,7 +29,7 @@ import optax
 from flax_sg import linen as nn
 from flax_sg.demo import data
 from flax_sg.flow import gradient_flow
-from flax_sg.internals.types import Array, PyTree
+from flax_sg.internals.types import Array, PyTree, Scalar
 
 Params = Mapping[str, Any]
 
@@ -228,7 +228,7 @@ def train(model: DigitModel, params: Params, digits: data.Digits, steps: int) ->
         images, labels, count = batch
         key = jax.random.fold_in(jax.random.key(3), count)
 
-        def total(params: Params) -> Any:
+        def total(params: Params) -> Scalar:
             return sum(losses(model, params, images, labels, key))
 
         updates, opt_state = tx.update(jax.grad(total)(params), opt_state, params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from flax.core import meta
@@ -29,7 +29,7 @@ from flax_sg.trees.variables import MISSING
 _original = patching.originals
 
 
-def _get_variable(self: Scope, col: str, name: str, default: PyTree = None) -> Any:
+def _get_variable(self: Scope, col: str, name: str, default: PyTree = None) -> PyTree:
     open_blocks = blocks.active()
     if not open_blocks:
         return _original['get_variable'](self, col, name, default)
@@ -40,7 +40,7 @@ def _get_variable(self: Scope, col: str, name: str, default: PyTree = None) -> A
     return views.view(blocks.root_of(self), open_blocks, key, value)
 
 
-def _variables(self: Scope) -> Any:
+def _variables(self: Scope) -> Mapping[str, PyTree]:
     variables = _original['variables'](self)
     open_blocks = blocks.active()
     if not open_blocks:
@@ -60,7 +60,7 @@ def _param(
     *args: Any,
     unbox: bool = True,
     **kw: Any,
-) -> Any:
+) -> PyTree:
     open_blocks = blocks.thread.blocks
     if not open_blocks:
         return _original['param'](self, name, init_fn, *args, unbox=unbox, **kw)

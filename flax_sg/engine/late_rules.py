@@ -49,7 +49,7 @@ def hook_for(name: str) -> Callable[..., Any]:
     return hook
 
 
-def _copy(function: Callable[..., Any]) -> Any:
+def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
     # Not ``copy.copy``: these classes cannot be made without their arguments.
     out = object.__new__(type(function))
     vars(out).update(vars(function))

@@ -66,7 +66,7 @@ class LiftedScope:
             for col, tree in group.items()
         }
 
-    def _published(self, key: Key, value: PyTree) -> Any:
+    def _published(self, key: Key, value: PyTree) -> PyTree:
         if self.selected_by(key, self.root) is None:
             return value
         if self._is_as_written():
@@ -114,7 +114,7 @@ class LiftedScope:
         return not is_filter_empty(shared)
 
 
-def _with_sown(stored: PyTree, value: PyTree) -> Any:
+def _with_sown(stored: PyTree, value: PyTree) -> PyTree:
     """A stored variable with what a body has sown.
 
     ``sow`` appends to a tuple, which begins with entries as the body saw them. What a

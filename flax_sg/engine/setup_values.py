@@ -35,7 +35,7 @@ from flax_sg.engine import blocks, contents, selection, views
 from flax_sg.engine.roots import Blocks, Root, carry
 from flax_sg.internals import core_scopes, modules, patching, tracing
 from flax_sg.internals.modules import Module
-from flax_sg.internals.types import BoundModule, PyTree
+from flax_sg.internals.types import Array, BoundModule, PyTree
 from flax_sg.trees.variables import Key
 
 
@@ -382,7 +382,7 @@ def _run_again(
     return dict(vars(clone))
 
 
-def make_rng(self: Scope, name: str = 'params') -> Any:
+def make_rng(self: Scope, name: str = 'params') -> Array:
     """The hook for ``Scope.make_rng``: notes why a second run may differ."""
     key, doubts = patching.originals['make_rng'](self, name), blocks.thread.doubts
     if doubts is not None and not blocks.root_of(self).setups.is_new:

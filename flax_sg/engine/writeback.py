@@ -33,7 +33,7 @@ Sown: TypeAlias = tuple[int, str, tuple[str, ...]]
 
 def partial_pack(
     scope_tree: PyTree, ins: PyTree, outs: PyTree, rngs: PyTree, name: str | None = None
-) -> Any:
+) -> tuple[Any, ...]:
     """The hook for ``flax.core.lift._partial_pack``; ``name`` is the transform's."""
     packed = patching.originals['partial_pack'](scope_tree, ins, outs, rngs, name)
     scopes = core_scopes.minimal_scopes(scope_tree)

@@ -217,7 +217,7 @@ class Part:
             'jax.jit.'
         )
 
-    def any_mask(self, shape: tuple[int, ...], path: str) -> Any:
+    def any_mask(self, shape: tuple[int, ...], path: str) -> Array:
         """Which elements are meant, as ``mask`` tells; a tracer if a mask is traced."""
         elements = self.elements
         if isinstance(elements, Mask):
@@ -263,7 +263,7 @@ def merged(
     others: Any,
     path: str,
     shape: tuple[int, ...] | None = None,
-) -> Any:
+) -> Array:
     """An array of the elements that a filter means, and of others where it does not.
 
     Args:
@@ -287,7 +287,7 @@ def merged(
         return jnp.where(mask, meant, others)
 
 
-def within(decision: bool | Part, leaf: Leaf, path: str) -> Any:
+def within(decision: bool | Part, leaf: Leaf, path: str) -> Array:
     """An array whose gradient ends at what a filter means of it.
 
     A rule for gradients gets zeros for the elements that are not meant, and may return

@@ -83,7 +83,9 @@ class _Forwards:
         with state, self._block(self._rewrite, judge):
             yield
 
-    def _state_in(self: Any, where: filters.Filter, choice: str) -> Any:
+    def _state_in(
+        self: Any, where: filters.Filter, choice: str
+    ) -> contextlib.AbstractContextManager[None]:
         rewrite = held_state.state_in(where, choice, self._results)
         block = self._block(rewrite, judge=False)
         return held_state.handle_state(self.module, choice, block)
@@ -363,14 +365,14 @@ def _set(module: Module, /, **attributes: Any) -> None:
         object.__setattr__(module, name, value)
 
 
-def innermost(module: Module) -> Any:
+def innermost(module: Module) -> Module:
     """The module in all its wrappers."""
     while isinstance(module, Wrapper):
         module = module.module
     return module
 
 
-def _as_attached(module: Module, place: Any) -> Any:
+def _as_attached(module: Module, place: Any) -> Module:
     """A module; or its clone, if Flax has attached one in the tree of a place.
 
     Flax clones a module that was made outside of all modules, once in each tree: each

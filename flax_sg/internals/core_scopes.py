@@ -30,7 +30,7 @@ def minimal_scopes(scope_tree: PyTree) -> tuple[Scope, ...]:
     return lift._dedup_scopes(jax.tree_util.tree_leaves(scope_tree))[0]
 
 
-def copied(tree: PyTree) -> Any:
+def copied(tree: PyTree) -> PyTree:
     """Copies nested dicts, and shares their leaves."""
     if isinstance(tree, Mapping):
         return {key: copied(value) for key, value in tree.items()}

@@ -55,7 +55,7 @@ def in_trace_of(leaf: Leaf) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def stopped(leaf: Leaf) -> Any:
+def stopped(leaf: Leaf) -> Array:
     """``jax.lax.stop_gradient(leaf)``, in a fraction of the time.
 
     JAX traces the derivative of each stop to find that it is zero, which takes as long
@@ -69,7 +69,7 @@ def stopped(leaf: Leaf) -> Any:
         return jax.lax.stop_gradient(leaf)
 
 
-def zeros_of(aval: Aval) -> Any:
+def zeros_of(aval: Aval) -> Array:
     """Zeros of a type."""
     zeros = ad.zeros_like_aval(aval)
     # JAX makes zeros in the memory of the device, also for a type in host memory.
@@ -145,7 +145,7 @@ def _innermost_kept(trace: jax_core.Trace | None) -> weakref.ref[Any] | None:
     return None
 
 
-def as_weak(x: Array) -> Any:
+def as_weak(x: Array) -> Array:
     """Gives an array a weak type, as JAX gives to Python's numbers.
 
     JAX gives weak types to Python's numbers only. A computed array that replaces such a

@@ -79,7 +79,7 @@ class Freeze:
             for part, (path, leaf) in zip(parts, leaves, strict=True)
         ]
 
-    def init(self, params: PyTree) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
         is_marked = marks()
         unused = 'ignore' if is_marked else self.unused
@@ -291,7 +291,7 @@ def pruned(
     )
 
 
-def _of_trained(value: PyTree, leaves: Leaves, trained: Sequence[Decision]) -> Any:
+def _of_trained(value: PyTree, leaves: Leaves, trained: Sequence[Decision]) -> PyTree:
     """What an optimizer sees of another argument of ``update``, such as ``value=``.
 
     A tree like the parameters is pruned as they are. If the parameters are one array,
@@ -338,7 +338,7 @@ def _update(parameter: _Parameter, update: Array) -> Array:
     return filters.merged(part, update, frozen, path, np.shape(leaf))
 
 
-def _no_update(leaf: Leaf) -> Any:
+def _no_update(leaf: Leaf) -> Leaf:
     """The update of a frozen leaf: a constant that adds nothing, and takes no memory.
 
     It is minus zero, as 0.0 changes the sign of -0.0. A program makes it by itself: of
@@ -346,7 +346,7 @@ def _no_update(leaf: Leaf) -> Any:
     minus zero, and it leaves out zero, as that of ``optax.set_to_zero``.
     """
 
-    def constant(leaf: Leaf) -> Any:
+    def constant(leaf: Leaf) -> Leaf:
         if not is_number(leaf):  # A float0 stands in the gradient of an integer.
             return leaf if getattr(leaf, 'dtype', None) == float0 else ABSENT
         zero = np.zeros((), getattr(leaf, 'dtype', jnp.result_type(leaf)))

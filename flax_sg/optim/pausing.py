@@ -29,7 +29,7 @@ def with_paused(
     trained: Mapping[Names, Any],
     before: PyTree,
     after: PyTree,
-) -> Any:
+) -> PyTree:
     """The state after an update, with the old values of frozen elements.
 
     Values that belong to all parameters, such as a count of steps, go on.
@@ -89,7 +89,7 @@ def _paused(part: filters.Part, new: Array, old: Array, owner: Owner) -> Array:
     return jnp.where(mask, new, old)
 
 
-def _mask_of_vector(owner: Owner, trained: Mapping[Names, Any]) -> Any:
+def _mask_of_vector(owner: Owner, trained: Mapping[Names, Any]) -> Array:
     """Which elements are trained of the vector that ``optax.flatten`` made."""
     selection = owner.selection
     rows = zip(selection.names, selection.shapes, selection.trained, strict=True)

@@ -85,7 +85,7 @@ class Scale(OnCotangents):
     def __init__(self, factor: Scalar) -> None:
         super().__init__('scale_gradient', factor)
 
-    def __call__(self, path: Path, leaf: Leaf) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Array:
         """Returns the leaf, behind an identity that scales."""
         [factor] = self.operands
         return primitives.scale(leaf, factor)
@@ -104,7 +104,7 @@ class Each(OnCotangents):
         super().__init__(name, *operands, parts=(tokens.of_object(fn),))
         self._fn = fn
 
-    def __call__(self, path: Path, leaf: Leaf) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Array:
         """Returns the leaf, behind an identity that maps its cotangent."""
         of_user = self._fn  # JAX keeps ``fn``: with ``self``, the operands as well.
 
@@ -118,14 +118,14 @@ class Each(OnCotangents):
         return self._mapped(fn, [(path, [leaf])])[0][0]
 
 
-def replaced(path: Path, cotangent: Array, value: Array) -> Any:
+def replaced(path: Path, cotangent: Array, value: Array) -> Array:
     """A value in the place of a cotangent; a single number is repeated."""
     if value.ndim:
         return _checked(path, 'the value', [cotangent], [value])[0]
     return jnp.broadcast_to(value.astype(cotangent.dtype), cotangent.shape)
 
 
-def clipped_by_value(_: Path, cotangent: Array, bound: Scalar) -> Any:
+def clipped_by_value(_: Path, cotangent: Array, bound: Scalar) -> Array:
     """A cotangent with each number, or each part of a complex one, within a bound."""
     bound = bound.astype(cotangent.real.dtype)
     if not jnp.iscomplexobj(cotangent):
@@ -134,12 +134,12 @@ def clipped_by_value(_: Path, cotangent: Array, bound: Scalar) -> Any:
     return jax.lax.complex(*(jnp.clip(part, -bound, bound) for part in parts))
 
 
-def clipped_by_norm(_: Path, cotangent: Array, bound: Scalar) -> Any:
+def clipped_by_norm(_: Path, cotangent: Array, bound: Scalar) -> Array:
     """A cotangent that is scaled down to a norm."""
     return _scaled_down([cotangent], [cotangent], bound)[0]
 
 
-def printed(path: Path, cotangent: Array) -> Any:
+def printed(path: Path, cotangent: Array) -> Array:
     """A cotangent that is printed whenever the program runs."""
     jax.debug.callback(functools.partial(_print, str(path)), cotangent)
     return cotangent
@@ -183,7 +183,7 @@ def _scaled_down(
     return [ct * factor.astype(ct.dtype) for ct in cotangents]
 
 
-def _square(x: Array) -> Any:
+def _square(x: Array) -> Array:
     """The square of a norm, summed with at least 32 bits."""
     if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)

@@ -201,7 +201,7 @@ def _tree_before(call: str, tree: PyTree) -> Leaves:
 
 def _substituted(
     tree: PyTree, values: PyTree, where: filters.Filter | None, unused: str
-) -> Any:
+) -> PyTree:
     leaves = _tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)
     replacements = leaves_of(values)

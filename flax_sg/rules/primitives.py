@@ -21,7 +21,7 @@ from flax_sg.internals.types import Array, Scalar
 
 
 @jax.custom_jvp
-def stop_one_level(x: Array) -> Any:
+def stop_one_level(x: Array) -> Array:
     """``x``, a constant for the innermost derivative alone."""
     return x
 
@@ -34,12 +34,12 @@ def _stop_one_level_jvp(primals: Sequence[Array], _: Sequence[Array]) -> Any:
 stop_one_level.defjvp(_stop_one_level_jvp, symbolic_zeros=True)
 
 
-def scale(x: Array, factor: Scalar) -> Any:
+def scale(x: Array, factor: Scalar) -> Array:
     """``x``; its tangents and cotangents are multiplied by ``factor``."""
     alike = _alike([x, factor])
 
     @jax.custom_jvp
-    def identity(x: Array, factor: Scalar) -> Any:
+    def identity(x: Array, factor: Scalar) -> Array:
         return alike([x], [factor])[0]
 
     def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:

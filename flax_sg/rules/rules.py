@@ -69,7 +69,7 @@ class Rule:
     def __repr__(self) -> str:
         return f'<{self.name}{self.args}>'  # In reprs of modules an address is noise.
 
-    def __call__(self, path: paths.Path, leaf: Leaf) -> Any:
+    def __call__(self, path: paths.Path, leaf: Leaf) -> Leaf:
         """Returns what a reader sees instead of ``leaf``, by default ``leaf`` itself.
 
         Called once for each leaf and block, in the trace that the leaf belongs to.
@@ -98,7 +98,7 @@ class Rule:
 
     def instead(
         self, path: paths.Path, value: PyTree, find: Callable[[str], Any]
-    ) -> Any:
+    ) -> PyTree:
         """Returns what readers see instead of a whole variable, boxes included.
 
         Args:
@@ -137,7 +137,7 @@ class StopGradient(Rule):
     asks_path = False
     levels: int | None = None
 
-    def __call__(self, path: paths.Path, leaf: Leaf) -> Any:
+    def __call__(self, path: paths.Path, leaf: Leaf) -> Leaf:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
         # An array that is no tracer is a constant to every derivative in progress,
         # and arrays of other types (integers, keys) carry no gradient.

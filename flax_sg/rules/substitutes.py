@@ -43,7 +43,7 @@ class Substitute(rules.Keyed):
     brings = True
     at_init = False  # ``init`` has to store the variables, not the values.
 
-    def __call__(self, path: Path, leaf: Leaf) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Leaf:
         """What is read instead of one leaf."""
         raise errors.ArgumentTypeError(
             'sg.rewrite was given nn.substitute with values by name: only variables of '
@@ -67,7 +67,7 @@ class FromTree(Substitute):
         )
         super().__init__(frozenset(self.entries), token)
 
-    def instead(self, path: Path, value: PyTree, find: Callable[[str], Any]) -> Any:
+    def instead(self, path: Path, value: PyTree, find: Callable[[str], Any]) -> PyTree:
         """Returns the given value."""
         del find
         entry = (path.collection, path.parts)
@@ -83,7 +83,7 @@ class FromCollection(Substitute):
         super().__init__(collection)
         self.collection = collection
 
-    def instead(self, path: Path, value: PyTree, find: Callable[[str], Any]) -> Any:
+    def instead(self, path: Path, value: PyTree, find: Callable[[str], Any]) -> PyTree:
         """Returns the variable in the other collection."""
         other = find(self.collection)
         if other is rules.MISSING:
@@ -100,7 +100,7 @@ class FromFunction(Substitute):
         super().__init__(tokens.of_object(fn))
         self.fn = fn
 
-    def __call__(self, path: Path, leaf: Leaf) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Leaf:
         """Returns what the function returns: any dtype, the shape of the leaf."""
         new = self.fn(path, leaf)
         if isinstance(leaf, NonDifferentiable):

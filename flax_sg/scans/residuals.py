@@ -44,7 +44,7 @@ def call(
     module: BoundModule,
     fn: Callable[[Any], Any],
     captured: PyTree,
-) -> Any:
+) -> PyTree:
     """Calls ``fn`` with a module; in the body of a scan, frozen values are not saved.
 
     Args:
@@ -89,7 +89,7 @@ def _warn(wrapper: str, module: BoundModule) -> None:
         warnings.warn(errors.ScanMemoryWarning(text), stacklevel=5)
 
 
-def stop_again(module: BoundModule, fn: Callable[[Any], Any]) -> Any:
+def stop_again(module: BoundModule, fn: Callable[[Any], Any]) -> PyTree:
     """Calls ``fn`` with a module, without residuals of what ``fn`` stops.
 
     Args:

@@ -289,7 +289,7 @@ def _gradients(gradients: PyTree) -> dict[Any, list[Any]]:
     return by_place
 
 
-def _differ(old: Array, new: Array) -> Any:
+def _differ(old: Array, new: Array) -> Array:
     """The elements that change."""
     dtype = jnp.result_type(old)
     # What a wider type tells apart is a change, too.

@@ -104,7 +104,7 @@ class Leaves:
         """A function that makes such a tree of other leaves; it keeps no leaf alive."""
         return functools.partial(_put_together, self.treedef, self._tie)
 
-    def restore(self, values: Iterable[Any]) -> Any:
+    def restore(self, values: Iterable[Any]) -> PyTree:
         """The tree with other leaves."""
         return self.form(values)
 
@@ -114,7 +114,7 @@ class Leaves:
 
 def _put_together(
     treedef: TreeDef, tie: Callable[[Any], Any], values: Iterable[Leaf]
-) -> Any:
+) -> PyTree:
     return tie(jax.tree_util.tree_unflatten(treedef, list(values)))
 
 
@@ -299,7 +299,7 @@ def _type_of(leaf: Leaf) -> Any:
     return dtype
 
 
-def as_array(leaf: Leaf) -> Any:
+def as_array(leaf: Leaf) -> Leaf:
     """A number or a NumPy array as a JAX array; anything else as it is."""
     if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         return jnp.asarray(leaf)

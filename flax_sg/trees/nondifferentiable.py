@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from flax_sg import errors
 from flax_sg.internals import tracing
-from flax_sg.internals.types import ArrayIndex, Leaf, PyTree
+from flax_sg.internals.types import Array, ArrayIndex, Leaf, PyTree
 from flax_sg.trees.operators import operators
 
 _PIECE = np.uint16
@@ -122,7 +122,7 @@ def _encode(leaf: Leaf, encoding: _Encoding) -> list[Any]:
     return [*arrays, like.ones_like(arrays[0])] if encoding.witness else arrays
 
 
-def _decode(arrays: list[Any], encoding: _Encoding) -> Any:
+def _decode(arrays: list[Any], encoding: _Encoding) -> Array:
     """The value of some pieces, refused where the witness is no longer 1.
 
     No gradient flows. A refused value is NaN, or the integer farthest from zero. A
@@ -268,7 +268,7 @@ class NonDifferentiable(operators(value_of)):
         return self.value[tuple(map(value_of, index)) if is_tuple else value_of(index)]
 
 
-def _stopped(leaf: Leaf) -> Any:
+def _stopped(leaf: Leaf) -> Leaf:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from flax_sg import filters
 from flax_sg.internals import tracing
@@ -34,7 +35,7 @@ class Choice:
     sizes: tuple[int, ...]
 
     @property
-    def chosen(self) -> Any:
+    def chosen(self) -> NDArray[np.bool_]:
         """Which indices are chosen, as an array of bools."""
         return np.frombuffer(self.mask, bool).reshape(self.sizes)
 
@@ -49,7 +50,7 @@ class Choice:
             return (slice(start, stop),)
         return indices
 
-    def cut(self, array: Array, axes: int) -> Any:
+    def cut(self, array: Array, axes: int) -> Array:
         """The chosen rows of an array; the array itself if it has no such rows.
 
         Args:
@@ -178,7 +179,7 @@ def halves(decision: filters.Part, array: Array, path: str) -> tuple[Any, Rest]:
 # ``Choice`` of rows, or another ``Part``.
 
 
-def mask_of(trained: Decision, shape: tuple[int, ...], path: str) -> Any:
+def mask_of(trained: Decision, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
     """Which elements have a state; of length 1 in axes where all elements are alike.
 
     An array that a traced condition freezes has one: it is trained again later.
@@ -196,7 +197,7 @@ def shape_of_part(trained: Decision, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (sum(trained.mask), *shape[len(trained.sizes) :])
 
 
-def whole_of(trained: Decision, array: Array, shape: tuple[int, ...]) -> Any:
+def whole_of(trained: Decision, array: Array, shape: tuple[int, ...]) -> Array:
     """A value of an optimizer for an array, in the shape of the whole array."""
     return trained.put(array, shape, 0) if isinstance(trained, Choice) else array
 

@@ -53,7 +53,7 @@ def facts_of(key: Key) -> Facts:
     return key.facts if isinstance(key, LeafKey) else (key[0], key[1], 0, None)
 
 
-def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: PyTree) -> Any:
+def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: PyTree) -> PyTree:
     """Maps over the variables in nested mappings; keeps the types of the mappings.
 
     Args:
@@ -86,7 +86,9 @@ def iter_variables(key: Key, value: PyTree) -> Iterator[tuple[Key, Any]]:
         yield key, value
 
 
-def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) -> Any:
+def find(
+    collections: Mapping[str, Any], collection: str, names: Sequence[str]
+) -> PyTree:
     """Returns the variable or subtree at these names, or ``MISSING``."""
     node = collections.get(collection, MISSING)
     for name in names:
@@ -119,7 +121,7 @@ def iter_leaf_keys(key: Key, value: PyTree) -> Iterator[LeafKey]:
         yield from leaf_keys(variable, of_variable)
 
 
-def map_leaves(fn: Callable[[T, Any], Any], keys: Sequence[T], value: PyTree) -> Any:
+def map_leaves(fn: Callable[[T, Any], Any], keys: Sequence[T], value: PyTree) -> PyTree:
     """Maps over the leaves of one variable; keeps the order of dicts.
 
     Args:
@@ -134,7 +136,7 @@ def map_leaves(fn: Callable[[T, Any], Any], keys: Sequence[T], value: PyTree) ->
     return _in_order_of(value, treedef.unflatten(map(fn, keys, leaves)))
 
 
-def _in_order_of(value: PyTree, mapped: PyTree) -> Any:
+def _in_order_of(value: PyTree, mapped: PyTree) -> PyTree:
     if type(value) is dict:
         return {name: _in_order_of(item, mapped[name]) for name, item in value.items()}
     if type(value) in (list, tuple):
