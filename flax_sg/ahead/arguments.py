@@ -255,8 +255,8 @@ def check(where: str, array: Array, aval: Aval) -> None:
     """Raises if an array is not of the type that was traced.
 
     Args:
-        where: what is there, for the error.
-        array: what is given.
+        where: what the array is called in the error.
+        array: the array.
         aval: the type that was traced.
 
     Raises:

@@ -23,7 +23,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def is_cheap_within(eqn: JaxprEqn) -> bool:
-    """The same; a loop or a call is as cheap as what is in it."""
+    """Like ``is_cheap``; a loop or a call is as cheap as what is in it."""
     inner = [one for body in jaxprs.within(eqn) for one in jaxprs.opened(body).eqns]
     return all(map(is_cheap_within, inner)) if inner else is_cheap(eqn)
 

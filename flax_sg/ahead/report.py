@@ -25,7 +25,7 @@ _KILOBYTES, _TIMES, _WORTH = 4096, 4, 0.2
 
 
 class Report:
-    """What is said of a split."""
+    """The report on a split: its table and its warnings."""
 
     def __init__(self, traced: Traced, split: Split, batch: Batch | None) -> None:
         self._traced, self._split, self._batch = traced, split, batch

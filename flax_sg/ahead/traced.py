@@ -41,9 +41,9 @@ class Traced(NamedTuple):
         program: from the arrays of the arguments to those that are asked for: what the
             function returns, and what it writes.
         arguments: the arguments, by their names.
-        own: those that hold parameters, with the paths of their leaves.
+        own: the arguments that hold parameters, with the paths of their leaves.
         has_positions: whether these paths begin with the position of the argument.
-        each: those that change besides.
+        each: the other arguments that change.
         changes: for each input of the program whether it changes from step to step.
         treedef: the structure of what is returned.
         outputs: the path of each output; empty for what is written.

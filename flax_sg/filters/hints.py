@@ -21,8 +21,8 @@ def advice(
     Args:
         pattern: a pattern that fits no path.
         paths: the paths of all variables.
-        example: such a pattern.
-        compiled: makes the regular expression of such a pattern.
+        example: a pattern of the same kind that matches.
+        compiled: makes the regular expression of a pattern.
     """
     # A pattern may begin with the collection, or with names of modules further out.
     by_text = {f'{path.collection}/{path.absolute}': str(path) for path in paths}

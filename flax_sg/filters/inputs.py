@@ -29,7 +29,7 @@ def inputs_explained(
         write: what the user calls, with ``{}`` for the model and its inputs.
         model: the model.
         args: what the model is given.
-        kwargs: the same by name.
+        kwargs: the keyword arguments that the model is given.
 
     Raises:
         ArgumentTypeError: from the error of the model.

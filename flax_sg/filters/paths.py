@@ -51,7 +51,7 @@ class Path(str):
     collection: str
     """The collection of the variable, such as 'params'."""
     is_inner: bool = False
-    """Whether it is the path of a leaf within the value of a variable."""
+    """Whether a path leads to a leaf within the value of a variable."""
     also: Callable[[], Iterable[Path]] | None = None
     """Makes the paths of a tied weight."""
     _shape_and_dtype: tuple[Any, Any] | None = None
@@ -203,7 +203,7 @@ def names_within(
 
     Args:
         value: any pytree.
-        is_leaf: what else is one leaf.
+        is_leaf: tells which other nodes are one leaf.
     """
     if isinstance(value, jax.Array) or is_of_nnx(type(value), 'Variable'):
         yield (), value
@@ -230,7 +230,7 @@ def names_in(
 
     Args:
         tree: dicts of dicts of variables, whose values are any pytrees.
-        is_leaf: what else is one leaf.
+        is_leaf: tells which other nodes are one leaf.
     """
     variables, _ = jax.tree_util.tree_flatten_with_path(
         tree,

@@ -68,13 +68,13 @@ class Value(NamedTuple):
         return tuple((mask.shape, mask.tobytes()) for mask in self)
 
     def of_variable(self, var: Atom) -> Value:
-        """The same, as masks for a variable of a jaxpr."""
+        """The value, with masks for a variable of a jaxpr."""
         rank, is_mask = _rank(var), getattr(var.aval, 'dtype', None) == np.bool_
         zero, nonzero = (np.array(mask, ndmin=rank) for mask in self)
         return Value(zero, nonzero & is_mask)
 
     def everywhere(self) -> Value:
-        """The same, without knowing of single elements."""
+        """The value, without knowledge of single elements."""
         return Value(np.asarray(self.zero.all()))
 
 
@@ -239,12 +239,12 @@ def _rank(var: Atom) -> int:
 
 
 def _all(values: Sequence[Value]) -> Mask:
-    """What is zero in each of several values."""
+    """The elements that are zero in all of several values."""
     return functools.reduce(np.logical_and, (value.zero for value in values))
 
 
 def _any(values: Sequence[Value]) -> Mask:
-    """What is zero in one of several values."""
+    """The elements that are zero in any of several values."""
     return functools.reduce(np.logical_or, (value.zero for value in values))
 
 

@@ -216,7 +216,7 @@ def callbacks_in(jaxpr: AnyJaxpr) -> list[Hashable]:
         params = eqn.params
         if eqn.primitive.name.endswith(('callback', 'debug_print')):
             callbacks.append(
-                (eqn.primitive.name, _what(params.get('callback', params)))
+                (eqn.primitive.name, _key_of(params.get('callback', params)))
             )
         for inner in within(eqn):
             callbacks += callbacks_in(inner)
@@ -229,18 +229,18 @@ def within(eqn: JaxprEqn) -> list[AnyJaxpr]:
     return [value for value in values if hasattr(opened(value), 'eqns')]
 
 
-def _what(value: Any) -> Hashable:
-    """What tells a value or a function from others; functions by code and values."""
+def _key_of(value: Any) -> Hashable:
+    """What a value is compared by; of a function its code and the values in it."""
     value = getattr(value, 'callback_func', value)
     if isinstance(value, functools.partial):
-        return _what(value.func), _what(value.args), _what(value.keywords)
+        return _key_of(value.func), _key_of(value.args), _key_of(value.keywords)
     if isinstance(value, (tuple, list)):
-        return tuple(map(_what, value))
+        return tuple(map(_key_of, value))
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return _what(value.__code__), _what(cells), _what(value.__defaults__)
+        return _key_of(value.__code__), _key_of(cells), _key_of(value.__defaults__)
     if isinstance(value, types.CodeType):
-        return value.co_code, value.co_names, _what(value.co_consts)
+        return value.co_code, value.co_names, _key_of(value.co_consts)
     return value if isinstance(value, Hashable) else repr(value)
 
 

@@ -152,7 +152,7 @@ def _restored(jaxpr: Jaxpr, of_user: bool) -> Jaxpr:
 
 
 def _in_bodies(eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
-    """An equation with other equations in its bodies, but for rules of derivatives."""
+    """An equation whose bodies have changed equations; rules of derivatives stay."""
     if eqn.primitive.name in CUSTOM_CALLS or not within(eqn):
         return eqn
     is_body = lambda x: hasattr(opened(x), 'eqns')  # noqa: E731
@@ -168,7 +168,7 @@ def _in_bodies(eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEq
 
 
 def _each(jaxpr: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
-    """A jaxpr, open or closed, with other equations."""
+    """A jaxpr, open or closed, with changed equations."""
     if opened(jaxpr) is not jaxpr:  # jax 0.12 opens one that is open.
         return jaxpr.replace(jaxpr=_each(opened(jaxpr), change))
     return jaxpr.replace(eqns=[*map(change, jaxpr.eqns)])

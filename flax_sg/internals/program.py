@@ -92,7 +92,7 @@ class Program:
         self.avals = list[Aval]()
 
     def new(self, aval: Aval) -> int:
-        """Another value."""
+        """Adds a value of a type; returns its number."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
@@ -142,12 +142,12 @@ class Program:
 
 
 def numbers_in(values: Iterable[Value]) -> list[int]:
-    """Those of some values that are no constants."""
+    """The numbers among some values, without constants."""
     return [x for x in values if isinstance(x, int)]
 
 
 def is_in(value: Value, values: set[int]) -> bool:
-    """Whether a value is one of some; a constant never is."""
+    """Whether a value is in a set; a constant never is."""
     return isinstance(value, int) and value in values
 
 

@@ -42,7 +42,7 @@ class Chosen(filters.Derived):
 
     @property
     def side(self) -> str:
-        """What it names: ``'trained'`` or ``'frozen'``."""
+        """What the filter names: ``'trained'`` or ``'frozen'``."""
         return self.names
 
     def __call__(self, path: Any, value: Any = None) -> Any:

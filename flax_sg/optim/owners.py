@@ -58,7 +58,7 @@ class Owner(NamedTuple):
 
     @property
     def trained(self) -> Any:
-        """What is trained of the parameter."""
+        """The trained part of the parameter."""
         return self.parameter >= 0 and self.selection.trained[self.parameter]
 
     @property

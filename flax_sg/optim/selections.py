@@ -52,7 +52,7 @@ class Selection:
         return cls(leaves.paths, names, [*map(shape_of, leaves.values)], trained)
 
     def within(self, outer: Selection) -> Selection:
-        """What it trains of whole arrays, if an outer freeze has cut some rows."""
+        """The selection for whole arrays, if an outer freeze has cut some rows."""
         cut = {
             names: (rows, shape)
             for names, rows, shape in zip(

@@ -50,7 +50,7 @@ class OnCotangents(rules.Keyed):
     Args:
         name: the name of the function of ``nn`` that makes it.
         *operands: numbers and arrays that it needs. Arrays of numpy are copied.
-        parts: what else tells it from others of its class.
+        parts: what else tells the rule from others of its class.
     """
 
     acts_on = 'cotangents'

@@ -114,7 +114,7 @@ class Rule:
         return LEAF_BY_LEAF
 
     def key(self) -> Hashable:
-        """What tells it from rules with another effect; it outlives the rule."""
+        """What tells the rule from rules with another effect; it outlives the rule."""
         return self
 
     def token(self) -> Hashable:
@@ -171,7 +171,7 @@ class Keyed(Rule):
         self._key, self._token = (type(self), key), token
 
     def key(self) -> Hashable:
-        """What tells it from rules with another effect."""
+        """What tells the rule from rules with another effect."""
         return self._key
 
     def token(self) -> Hashable:

@@ -308,7 +308,7 @@ class _Layer(NamedTuple):
 
 
 def _strong(carry: PyTree, new_carry: PyTree) -> PyTree:
-    """What is carried, with Python's numbers in the dtype that the body returns."""
+    """The carry, with Python's numbers in the dtype that the body returns."""
 
     def strong(old: Array, new: Array) -> Array:
         if not jax.typeof(old).weak_type:

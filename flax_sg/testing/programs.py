@@ -49,7 +49,7 @@ def assert_same_program(
         f: a function that JAX can trace, jitted or not, or a compiled program
             (``jax.stages.Compiled``). The settings of a jitted function count: static
             arguments, shardings, donation.
-        g: the other one.
+        g: the other function or program.
         *args: the arguments to compile for, as arrays or ``jax.ShapeDtypeStruct``.
         **kwargs: the keyword arguments to compile for.
 

@@ -132,7 +132,7 @@ def moves(before: PyTree, after: PyTree, gradients: PyTree = None) -> Moves:
             module or its state, any pytree of arrays. If the step donates them or
             changes them in place, as NNX does, give a copy made before:
             ``jax.tree.map(jnp.copy, params)``.
-        after: the same after one step or several.
+        after: the parameters after one step or several.
         gradients: the gradients of the parameters, as ``jax.grad`` or ``sg.grad``
             returns them, or the report of ``sg.gradient_flow`` on the loss. Without
             them nothing is known of gradients, and a parameter moves or stands still.
@@ -206,7 +206,7 @@ def assert_moves_only(
 
     Args:
         before: the parameters before the step, as for ``testing.moves``.
-        after: the same after it.
+        after: the parameters after the step.
         where: the parameters, a filter of any kind, such as ``sg.live`` makes. Of a
             parameter of which it means some rows or elements, one of these has to
             move, and none of the others. Running statistics move, too: name them, or

@@ -61,10 +61,10 @@ def is_whole(node: object) -> bool:
 
 
 def is_variable(node: object) -> bool:
-    """Whether something is a Variable of NNX."""
+    """Whether a node is a Variable of NNX."""
     return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Variable', ()))
 
 
 def is_module(node: object) -> bool:
-    """Whether something is a module of NNX, or another object with Variables in it."""
+    """Whether a node is a module of NNX, or another object with Variables in it."""
     return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Pytree', ()))

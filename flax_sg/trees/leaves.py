@@ -223,7 +223,7 @@ def path_of(keys: Keys, leaf: Leaf = None) -> Path:
 
     Args:
         keys: a key path, of any kind of keys.
-        leaf: what is there, if a filter may ask for its shape.
+        leaf: the leaf at the path, if a filter may ask for its shape.
     """
     return path_at(tuple(map(name_of, keys)), (), leaf)
 
