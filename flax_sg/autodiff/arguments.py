@@ -101,7 +101,9 @@ def _other(absent: str, decision: Decision, leaf: Leaf) -> Callable[[], Any] | N
     return lambda: None if absent == 'none' else ABSENT
 
 
-def check(fun: Any, wrt: Where, absent: str, unused: str) -> filters.Filter | Declared:
+def check(
+    fun: object, wrt: Where, absent: str, unused: str
+) -> filters.Filter | Declared:
     """Raises if the options of a gradient call mean nothing; returns the filter.
 
     Args:

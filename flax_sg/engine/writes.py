@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from flax.core.scope import Scope
@@ -11,8 +10,10 @@ from flax.core.scope import Scope
 from flax_sg import errors
 from flax_sg.engine import blocks, selection
 from flax_sg.engine.roots import Root
+from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes, modules
 from flax_sg.internals.types import PyTree
+from flax_sg.rules.rules import Rewrite
 from flax_sg.trees.variables import MISSING, Key, find, iter_variables, leaf_keys
 
 
@@ -97,7 +98,9 @@ def _writer() -> str:
     return f'{type(module).__name__}.{method} (at {path!r})'
 
 
-def _read_only(rewrite: Any, path: Any, by: str, exists: bool) -> errors.BlockError:
+def _read_only(
+    rewrite: Rewrite, path: Path, by: str, exists: bool
+) -> errors.BlockError:
     """The error for a write to a variable under ``nn.read_only``."""
     done = 'wrote' if exists else 'created'
     return errors.BlockError(

@@ -259,8 +259,8 @@ def part_of(mask: NDArray[np.bool_], shape: tuple[int, ...]) -> Part:
 
 def merged(
     decision: bool | Part,
-    meant: Any,
-    others: Any,
+    meant: Array,
+    others: Array,
     path: str,
     shape: tuple[int, ...] | None = None,
 ) -> Array:

@@ -79,7 +79,11 @@ def state_in(
 
 
 @contextlib.contextmanager
-def handle_state(module: BoundModule, choice: str, block: Any) -> Generator[None]:
+def handle_state(
+    module: BoundModule,
+    choice: str,
+    block: contextlib.AbstractContextManager[blocks.Block],
+) -> Generator[None]:
     """Treats the state of a bound module as the choice says, in the body.
 
     Args:
@@ -202,8 +206,8 @@ def _put_back(
     holds: Callable[[Key], bool | filters.Part],
     sown: Collection[Key],
     key: Key,
-    now: Any,
-    before: Any,
+    now: PyTree,
+    before: PyTree,
 ) -> None:
     """Puts held state of ``before`` into ``now``; new variables stay."""
     collection, path = key
@@ -261,7 +265,7 @@ def _evaluate(
 def _with_argument(
     method: Callable[..., Any],
     name: str,
-    value: Any,
+    value: bool | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, Any]:

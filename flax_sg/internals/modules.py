@@ -20,6 +20,7 @@ from flax.linen import transforms as linen_transforms
 
 from flax_sg import errors
 from flax_sg.internals import core_scopes
+from flax_sg.internals.types import PyTree
 
 Module = linen_module.Module
 
@@ -183,7 +184,7 @@ def clone_on(module: Module, scopes: list[Scope]) -> Module:
     return clone
 
 
-def _in_order_of(value: Any, copy: Any) -> Any:
+def _in_order_of(value: PyTree, copy: PyTree) -> PyTree:
     """Restores the order of dicts in a copied field: Flax sorts them."""
     if isinstance(value, Mapping) and isinstance(copy, Mapping):
         items = {key: _in_order_of(item, copy[key]) for key, item in value.items()}
@@ -194,7 +195,7 @@ def _in_order_of(value: Any, copy: Any) -> Any:
     return copy
 
 
-def _names(value: Any) -> Any:
+def _names(value: PyTree) -> list[Any] | None:
     """The keys of the dicts in a field, in their order."""
     if isinstance(value, Mapping):
         return [(key, _names(item)) for key, item in value.items()]
@@ -278,12 +279,12 @@ def place_of(module: Module) -> Any:
     return module.parent
 
 
-def names_at_once(place: Any) -> bool:
+def names_at_once(place: object) -> bool:
     """Whether Flax names a new module in ``place`` now, not when setup assigns it."""
     return isinstance(place, Module) and not place._state.in_setup
 
 
-def autoname(parent: Any, cls: type) -> str:
+def autoname(parent: Module, cls: type) -> str:
     """Takes the name that Flax would give to the next unnamed module of a class."""
     cursor = parent._state.autoname_cursor.get(cls.__name__, 0)
     parent._state.autoname_cursor[cls.__name__] = cursor + 1

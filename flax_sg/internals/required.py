@@ -79,9 +79,9 @@ def _tells_classes_apart() -> bool:
     return linen_transforms._fingerprint_recursive(cls, (), {}) == 'token'
 
 
-def _has(thing: Any, names: str) -> bool:
-    """Raises if ``thing`` lacks one of the attributes ``names``."""
-    return bool(operator.attrgetter(*names.split())(thing)) or True
+def _has(owner: Any, names: str) -> bool:
+    """Raises if ``owner`` lacks one of the attributes ``names``."""
+    return bool(operator.attrgetter(*names.split())(owner)) or True
 
 
 def _traces_anew() -> bool:
@@ -221,7 +221,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     'traces have to tell their outer traces': _tells_traces_apart,
     'lifted transforms have to call flax.core.lift._partial_pack': _packs,
     **{
-        f'attributes of {name}': lambda thing=thing, names=names: _has(thing(), names)
-        for name, (thing, names) in _ATTRIBUTES.items()
+        f'attributes of {name}': lambda owner=owner, names=names: _has(owner(), names)
+        for name, (owner, names) in _ATTRIBUTES.items()
     },
 }

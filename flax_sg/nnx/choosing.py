@@ -15,7 +15,7 @@ from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part_in_nnx
 from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
-from flax_sg.internals.types import Kind, Transformation
+from flax_sg.internals.types import Kind, Model, Transformation
 from flax_sg.nnx.asking import IN_VARIABLES, ask, parameters
 from flax_sg.nnx.views import VIEWS
 from flax_sg.trees.nnx_walks import Walk
@@ -61,7 +61,11 @@ class Chosen(filters.Derived):
 
 
 def where(
-    model: Any, where: filters.Where, *, kind: Kind = parameters, unused: str = 'raise'
+    model: Model,
+    where: filters.Where,
+    *,
+    kind: Kind = parameters,
+    unused: str = 'raise',
 ) -> Chosen:
     """Turns a filter of flax_sg into an NNX filter, and checks its names at once.
 
@@ -117,7 +121,7 @@ def where(
     return Chosen(selected, known, 'nnx.where', kind, side)
 
 
-def for_nnx(wrt: Kind, call: str, model: Any = None) -> Any:
+def for_nnx(wrt: Kind, call: str, model: Model = None) -> Any:
     """An NNX filter of whatever people give as one: filters of flax_sg, or of NNX.
 
     Args:

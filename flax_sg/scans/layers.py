@@ -335,7 +335,7 @@ def _joined(parts: Sequence[Any]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _wrong_layers(layers: Any, length: int, problem: str) -> errors.PartError:
+def _wrong_layers(layers: Layers, length: int, problem: str) -> errors.PartError:
     """``frozen_layers=`` names layers that a scan does not have."""
     return errors.PartError(
         f'frozen_layers={layers!r} does not fit a scan of {length} layers: '
