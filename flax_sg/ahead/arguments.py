@@ -14,7 +14,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import shown
 from flax_sg.flow.traced import holds_arrays
 from flax_sg.internals import jaxprs
-from flax_sg.internals.types import Array, Aval, Leaf, PyTree, TreeDef
+from flax_sg.internals.types import Array, Aval, Kwargs, Leaf, PyTree, TreeDef
 from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -281,10 +281,7 @@ def check(where: str, array: Array, aval: Aval) -> None:
 
 
 def named_in(
-    each: Name | Sequence[Name],
-    count: int,
-    kwargs: Mapping[str, Any],
-    own: Collection[Name],
+    each: Name | Sequence[Name], count: int, kwargs: Kwargs, own: Collection[Name]
 ) -> tuple[Name, ...]:
     """The arguments that ``each=`` names, in the order in which it does."""
     names = [each] if isinstance(each, (int, str)) else [*each]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from jax.extend.core import JaxprEqn
 
 from flax_sg.internals import jaxprs, primitives
+from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.primitives import Kind
 from flax_sg.internals.types import Aval
 
@@ -43,16 +44,13 @@ def flops_of(eqns: Iterable[JaxprEqn]) -> float:
 
 def _flops(eqn: JaxprEqn) -> float:
     name, params = eqn.primitive.name, eqn.params
-    size = sum(math.prod(jaxprs.type_of(var).shape) for var in eqn.outvars)
+    size = sum(math.prod(type_of(var).shape) for var in eqn.outvars)
     if name == 'dot_general':
         (contracted, _), _ = params['dimension_numbers']
-        shape = jaxprs.type_of(eqn.invars[0]).shape
+        shape = type_of(eqn.invars[0]).shape
         return 2.0 * size * math.prod(shape[axis] for axis in contracted)
     if name == 'conv_general_dilated':
-        kernel, numbers = (
-            jaxprs.type_of(eqn.invars[1]).shape,
-            params['dimension_numbers'],
-        )
+        kernel, numbers = type_of(eqn.invars[1]).shape, params['dimension_numbers']
         return 2.0 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
     if (body := jaxprs.called_by(eqn)) is not None:
         return flops_of(jaxprs.opened(body).eqns)

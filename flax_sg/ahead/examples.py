@@ -24,7 +24,7 @@ from flax_sg import errors
 from flax_sg.ahead.axes import Axes, Source, axes_of
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.internals import jaxprs, primitives
-from flax_sg.internals.jaxprs import opened
+from flax_sg.internals.jaxprs import opened, type_of
 from flax_sg.internals.primitives import Kind
 from flax_sg.internals.program import Site, Step, Value
 from flax_sg.internals.types import AnyJaxpr, Array, Atom, Aval
@@ -278,7 +278,7 @@ class _Walk:
             return [unknown] * len(eqn.outvars)
         outs = [self._from(axes, ins, eqn, site) for axes in known]
         has_positions = any(isinstance(place, Known) for place in places)
-        is_last = eqn.params.get('dimension') == jaxprs.type_of(eqn.outvars[0]).ndim - 1
+        is_last = eqn.params.get('dimension') == type_of(eqn.outvars[0]).ndim - 1
         if name == 'concatenate' and is_last and has_positions and _is_mixed(outs[0]):
             return [Joined((*places,), outs[0])]
         return outs
@@ -300,12 +300,9 @@ class _Walk:
             example = np.arange(length).reshape([-1] + [1] * (rows.ndim - axis - 1))
             if length != self.count or (rows != example).any():
                 continue
-            indices_of_row = [_plain(x) for x in columns.values() if x is not positions]
-            if all(
-                x == Examples(axis) or _is_alike([(0, axis)], [x])
-                for x in indices_of_row
-            ):
-                outs = range(jaxprs.type_of(eqn.outvars[0]).ndim)
+            places = [_plain(x) for x in columns.values() if x is not positions]
+            if all(x == Examples(axis) or _is_alike([(0, axis)], [x]) for x in places):
+                outs = range(type_of(eqn.outvars[0]).ndim)
                 return Examples([j for j in outs if j not in numbers.offset_dims][axis])
         return None
 
@@ -313,13 +310,9 @@ class _Walk:
         self, axes: Axes, ins: Sequence[Place], eqn: JaxprEqn, site: Site
     ) -> Place:
         """The place in an output, by what its axes come from."""
-        examples = {
-            (n, place.axis) for n, place in enumerate(ins) if _has_examples(place)
-        }
+        examples = {(n, x.axis) for n, x in enumerate(ins) if _has_examples(x)}
         if not examples:
-            return frozenset(
-                j for j, sources in enumerate(axes) if _is_alike(sources, ins)
-            )
+            return frozenset(j for j, x in enumerate(axes) if _is_alike(x, ins))
         inners = {place.inner for place in ins if _has_examples(place)}
         for j, sources in enumerate(axes):
             if sources is None or not examples <= {*sources} or len(inners) > 1:
@@ -330,10 +323,7 @@ class _Walk:
 
     def _reshape(self, eqn: JaxprEqn, place: Examples, site: Site) -> Place:
         """The axis with the same stride from an example to the next."""
-        shape, out = (
-            jaxprs.type_of(eqn.invars[0]).shape,
-            jaxprs.type_of(eqn.outvars[0]).shape,
-        )
+        shape, out = type_of(eqn.invars[0]).shape, type_of(eqn.outvars[0]).shape
         stride = place.inner * math.prod(shape[place.axis + 1 :])
         period = stride * self.count
         for j, size in enumerate(out) if period else ():

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.types import Array, Atom, Scalar
 
 
@@ -29,7 +30,7 @@ def agrees(
     """
     one, other = traced.jaxpr, fixed.jaxpr
     known: dict[Atom, Array] = {
-        one.invars[n]: np.asarray(number, jaxprs.type_of(one.invars[n]).dtype)
+        one.invars[n]: np.asarray(number, type_of(one.invars[n]).dtype)
         for n, number in numbers.items()
     }
     inputs = [var for var in one.invars if var not in known]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from flax_sg.ahead.writes import put
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Step, Value, numbers_in, run
-from flax_sg.internals.types import Array, Aval, PyTree
+from flax_sg.internals.types import Array, Aval, Kwargs, PyTree
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -175,7 +175,7 @@ class Precomputed:
         part: str,
         names: Sequence[Name],
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Kwargs,
         kept: int = 0,
     ) -> dict[int, Any]:
         """The inputs of the program that some arguments hold."""

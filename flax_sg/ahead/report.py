@@ -134,9 +134,7 @@ class Report:
     def _roots(self) -> dict[int, Root]:
         """What the inputs are, and the values in which examples are mixed."""
         mixed = self._batch.mixed if self._batch else {}
-        roots = {
-            number: Root(str(operation), 'mix') for number, operation in mixed.items()
-        }
+        roots = {number: Root(str(op), 'mix') for number, op in mixed.items()}
         written = {slot for write in self._traced.writes for slot in write.slots}
         for name, argument in self._traced.arguments.items():
             for path, slots in zip(argument.paths, argument.slots, strict=True):
@@ -148,10 +146,8 @@ class Report:
                 roots.update(dict.fromkeys(written & {*slots}, state))
         for step in self._split.late:
             if jaxprs.has_effect(step.eqn):
-                effect = Root(
-                    f'{jaxprs.operation(step.eqn)} at {step.source}', 'effect'
-                )
-                roots.update(dict.fromkeys(step.outs, effect))
+                root = Root(f'{jaxprs.operation(step.eqn)} at {step.source}', 'effect')
+                roots.update(dict.fromkeys(step.outs, root))
         return roots
 
     @functools.cached_property

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from flax_sg.ahead.axes import ELEMENTWISE
 from flax_sg.ahead.walk import Walk
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.program import Site, Value, is_in, made_by, run
 from flax_sg.internals.types import Array, Atom, Aval
 
@@ -85,9 +86,7 @@ def _elementwise(
 ) -> Sequence[Value]:
     """The equation on all rows, and on each run by itself."""
     outs = walk.whole(eqn, read, site)
-    has_rows = [
-        n not in places and jaxprs.type_of(var).ndim for n, var in enumerate(eqn.invars)
-    ]
+    has_rows = [n not in places and type_of(x).ndim for n, x in enumerate(eqn.invars)]
     outs_of_runs: list[Sequence[Value]] = []
     for k, bound in enumerate(bounds):
         part = [walk.runs[x][k] if n in places else x for n, x in enumerate(read)]

@@ -79,29 +79,25 @@ def split(
     live = _needed(at_each_step, outputs)
     ends = [*numbers_in(outputs), *(x for step in live for x in step.read())]
     # What late makes of parameters and constants: for each value the parameters.
-    params_of: dict[int, frozenset[int]] = dict.fromkeys(walk.constants, frozenset())
-    params_of.update({n: frozenset((n,)) for n in inputs if n not in changing | data})
+    roots: dict[int, frozenset[int]] = dict.fromkeys(walk.constants, frozenset())
+    roots.update({n: frozenset((n,)) for n in inputs if n not in changing | data})
     for step in fixed:
         read = step.read()
-        is_made = is_cheap(step.eqn) or _is_unpacked(step, params_of)
+        is_made = is_cheap(step.eqn) or _is_unpacked(step, roots)
         is_made = is_made or (batch is not None and data.isdisjoint(read))
-        if is_made and all(x in params_of for x in read):
-            roots = frozenset[int]().union(*(params_of[x] for x in read))
-            params_of.update(dict.fromkeys(step.outs, roots))
-    read_anyway = frozenset[int]().union(
-        *(params_of[x] for x in ends if x in params_of)
-    )
+        if is_made and all(x in roots for x in read):
+            of_read = frozenset[int]().union(*(roots[x] for x in read))
+            roots.update(dict.fromkeys(step.outs, of_read))
+    read_anyway = frozenset[int]().union(*(roots[x] for x in ends if x in roots))
     # What late can make again, if no other parameter is read for it: and of what.
     makers: dict[int, list[int]] = {}
     for step in fixed:
         read = step.read()
-        is_free = all(params_of.get(x, read_anyway) <= read_anyway for x in read)
+        is_free = all(roots.get(x, read_anyway) <= read_anyway for x in read)
         if is_free and (is_cheap(step.eqn) or _is_looked_up(step.eqn)):
-            of_kept = [x for x in dict.fromkeys(read) if x not in params_of]
+            of_kept = [x for x in dict.fromkeys(read) if x not in roots]
             makers.update(dict.fromkeys(step.outs, of_kept))
-    once = {
-        n for n in range(len(walk.avals)) if n not in params_of and n not in changing
-    }
+    once = {n for n in range(len(walk.avals)) if n not in roots and n not in changing}
     sizes = {
         n: bytes_of(walk.avals[n]) if batch is None or batch.can_be_kept(n) else _NEVER
         for n in once
@@ -130,11 +126,11 @@ def _is_looked_up(eqn: JaxprEqn) -> bool:
     return bytes_of(eqn.invars[1].aval) < bytes_of(eqn.outvars[0].aval)
 
 
-def _is_unpacked(step: Step, params_of: dict[int, frozenset[int]]) -> bool:
+def _is_unpacked(step: Step, roots: dict[int, frozenset[int]]) -> bool:
     """Whether a table is read by parameters: weights are made of their codes."""
     if step.name != 'gather':
         return False
-    return any(params_of.get(n) for n in numbers_in(step.ins[1:2]))
+    return any(roots.get(n) for n in numbers_in(step.ins[1:2]))
 
 
 def of_the_batch(parts: Split, inputs: Mapping[int, tuple[str, Aval]]) -> str:

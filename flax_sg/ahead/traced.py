@@ -26,7 +26,7 @@ from flax_sg.ahead.arguments import (
 from flax_sg.ahead.numbers import agrees
 from flax_sg.ahead.writes import Watch, Write, changed_by
 from flax_sg.filters.paths import Path
-from flax_sg.internals.types import Array, Aval, TreeDef
+from flax_sg.internals.types import Array, Aval, Kwargs, TreeDef
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import Declared, chosen
 
@@ -83,7 +83,7 @@ class Traced(NamedTuple):
 def traced(
     fun: Callable[..., Any],
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     argnums: int | Sequence[int],
     wrt: filters.Where | Declared,
     each: Name | Sequence[Name],

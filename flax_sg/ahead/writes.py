@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from flax_sg.ahead.arguments import Argument, Name
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.types import AnyJaxpr, Atom, PyTree, TreeDef
 from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import leaves_of
@@ -78,7 +79,7 @@ def handed_through(jaxpr: AnyJaxpr) -> list[int | None]:
             is_same = place in carried if carried else place >= bodies.carry.stop
             read, var = eqn.invars[place], eqn.outvars[k]
             if (
-                is_same and jaxprs.type_of(read).shape == jaxprs.type_of(var).shape
+                is_same and type_of(read).shape == type_of(var).shape
             ):  # The map of shards.
                 inputs[var] = input_of(read)
     return [*map(input_of, jaxpr.outvars)]

@@ -13,12 +13,12 @@ from flax import linen
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Filter
-from flax_sg.internals.types import Model
+from flax_sg.internals.types import Kwargs, Model
 
 
 @contextlib.contextmanager
 def inputs_explained(
-    write: str, model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]
+    write: str, model: Model, args: Sequence[Any], kwargs: Kwargs
 ) -> Generator[None]:
     """Says what to write if a model raises for what it is given as its inputs.
 
@@ -56,7 +56,7 @@ def _explanation(
     write: str,
     model: Model,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     error: Exception,
 ) -> tuple[str, str] | None:
     """What was given in the place of inputs, and what to write; None if nothing was."""

@@ -16,7 +16,7 @@ from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
 from flax_sg.internals import initializing, modules
 from flax_sg.internals.optional import is_of_nnx
-from flax_sg.internals.types import Model, PyTree
+from flax_sg.internals.types import Args, Kwargs, Model, PyTree
 
 
 def of_type(
@@ -106,7 +106,7 @@ def of_type(
 
 
 def _model_and_inputs(
-    names: str, name: str, entry: Any, args: tuple[Any, ...]
+    names: str, name: str, entry: Any, args: Args
 ) -> tuple[Any, tuple[Any, ...]]:
     """A model and its inputs, of what is given for it; raises if it is no model."""
     model, *inputs = entry if isinstance(entry, tuple) and entry else (entry,)
@@ -122,7 +122,7 @@ def _model_and_inputs(
 
 
 def _variables(
-    model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: Model, args: Args, kwargs: Kwargs
 ) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
     """Yields the variables of a model, with the classes of their outer modules."""
     if _is_of_nnx(model):
@@ -132,10 +132,7 @@ def _variables(
     declaring: dict[tuple[str, ...], set[type]] = {}  # By the path of a variable.
 
     def note(
-        next_fun: Callable[..., PyTree],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        context: Any,
+        next_fun: Callable[..., PyTree], args: Args, kwargs: Kwargs, context: Any
     ) -> Any:
         out = next_fun(*args, **kwargs)
         module, path = context.module, context.module.scope.path

@@ -171,13 +171,11 @@ def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
     if eqn.primitive.name not in jaxprs.CUSTOM_CALLS:
         return []
     body = jaxprs.body_of(eqn)
-    operands: dict[Atom, Atom] = dict(zip(body.invars, eqn.invars, strict=True))
-    if body.eqns or not all(isinstance(x, Var) and x in operands for x in body.outvars):
+    outer: dict[Atom, Atom] = dict(zip(body.invars, eqn.invars, strict=True))
+    if body.eqns or not all(isinstance(x, Var) and x in outer for x in body.outvars):
         return []
     return [
-        eqn.replace(
-            primitive=lax.copy_p, params={}, invars=[operands[x]], outvars=[out]
-        )
+        eqn.replace(primitive=lax.copy_p, params={}, invars=[outer[x]], outvars=[out])
         for x, out in zip(body.outvars, eqn.outvars, strict=True)
     ]
 

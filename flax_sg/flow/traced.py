@@ -17,7 +17,7 @@ from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
 from flax_sg.flow.function import Function, names_of_arguments
 from flax_sg.internals.jaxprs import BLOCK
-from flax_sg.internals.types import Array, Leaf
+from flax_sg.internals.types import Array, Kwargs, Leaf
 from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of
 from flax_sg.trees.trainable import Declared, chosen, states
 
@@ -70,7 +70,7 @@ def traced(
     argnums: int | Sequence[int],
     has_aux: bool,
     wrt: filters.Where | Declared,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     is_fixed: bool = False,
 ) -> Traced:
     """Traces a function and finds its parameters; see ``gradient_flow``.
@@ -156,7 +156,7 @@ class _Arguments:
     def __init__(
         self,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Kwargs,
         argnums: int | Sequence[int],
         wrt: filters.Filter | Declared,
     ) -> None:

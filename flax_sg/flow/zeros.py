@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from numpy.typing import NDArray
 
 from flax_sg.internals import jaxprs, primitives
-from flax_sg.internals.jaxprs import Bodies
+from flax_sg.internals.jaxprs import Bodies, type_of
 from flax_sg.internals.primitives import Kind
 from flax_sg.internals.types import AnyJaxpr, Array, Atom
 
@@ -259,10 +259,10 @@ def _spread(mask: Mask, eqn: JaxprEqn) -> Mask:
 
 
 def _reshaped(mask: Mask, eqn: JaxprEqn) -> Mask:
-    [operand, *_], shape = eqn.invars, jaxprs.type_of(eqn.outvars[0]).shape
+    [operand, *_], shape = eqn.invars, type_of(eqn.outvars[0]).shape
     if mask.size <= 1 or eqn.params.get('dimensions') is not None:
         return np.full((1,) * len(shape), mask.all())
-    return small(np.broadcast_to(mask, jaxprs.type_of(operand).shape).reshape(shape))
+    return small(np.broadcast_to(mask, type_of(operand).shape).reshape(shape))
 
 
 def _cut(mask: Mask, parts: Sequence[slice]) -> Mask:
@@ -313,13 +313,13 @@ def _reduced(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
 
 def _reduced_some(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     # The product of an empty array is one, and its maximum the least number.
-    return _reduced(eqn, ins) & (0 not in jaxprs.type_of(eqn.invars[0]).shape)
+    return _reduced(eqn, ins) & (0 not in type_of(eqn.invars[0]).shape)
 
 
 def _gathered(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     # Elements out of bounds are the fill value: by default the least integer, or NaN.
     # NaN counts as zero here: nobody trains by it.
-    fill, dtype = eqn.params['fill_value'], jaxprs.type_of(eqn.outvars[0]).dtype
+    fill, dtype = eqn.params['fill_value'], type_of(eqn.outvars[0]).dtype
     if eqn.params['mode'] is not jax.lax.GatherScatterMode.FILL_OR_DROP:
         fill = 0
     is_zero = jnp.issubdtype(dtype, np.inexact) if fill is None else fill == 0
@@ -328,7 +328,7 @@ def _gathered(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     axis = eqn.params['dimension']
-    sizes = [jaxprs.type_of(var).shape[axis] for var in eqn.invars]
+    sizes = [type_of(var).shape[axis] for var in eqn.invars]
     return _concatenated([value.zero for value in ins], sizes, axis)
 
 
@@ -357,14 +357,12 @@ def _select(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
 
 def _padded(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     operand, fill = ins
-    config, shape = eqn.params['padding_config'], jaxprs.type_of(eqn.invars[0]).shape
+    config, shape = eqn.params['padding_config'], type_of(eqn.invars[0]).shape
     if not fill.zero.all():
         return fill.zero & operand.zero.all()
     # Axes that are not padded stay small.
     rows = zip(shape, operand.zero.shape, config, strict=True)
-    sizes = [
-        size if max(padding) > 0 else mask_size for size, mask_size, padding in rows
-    ]
+    sizes = [size if max(padding) > 0 else short for size, short, padding in rows]
     # First the elements are spread and padded, then cut where a padding is negative.
     spread = [
         n + max(n - 1, 0) * gap for n, (*_, gap) in zip(sizes, config, strict=True)

@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 
 from flax.core.scope import Scope
@@ -27,7 +27,7 @@ from flax_sg.forms import mistakes, wrappers
 from flax_sg.internals import frames, modules
 from flax_sg.internals.modules import Module
 from flax_sg.internals.optional import is_nnx_model
-from flax_sg.internals.types import BoundModule
+from flax_sg.internals.types import Args, BoundModule, Kwargs
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -294,7 +294,7 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
     parameters = signature.parameters.values()
     first, *more = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
 
-    def has_target(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def has_target(args: Args, kwargs: Kwargs) -> bool:
         if len(args) + (first in kwargs) < 2:
             return False
         # If ``make`` takes more than one argument, the first of two may be the filter.

@@ -21,7 +21,7 @@ from flax.core.scope import DenyList, Scope
 from flax_sg import errors, filters
 from flax_sg.engine import blocks, roots, selection
 from flax_sg.internals import core_scopes, modules, tracing
-from flax_sg.internals.types import BoundModule, PyTree
+from flax_sg.internals.types import Args, BoundModule, Kwargs, PyTree
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key, facts_of, iter_leaf_keys
 
@@ -228,8 +228,8 @@ def _evaluate(
     holds: Callable[..., bool | filters.Part],
     covers: Callable[..., bool],
     next_fun: Callable[..., PyTree],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     context: linen.module.InterceptorContext,
 ) -> Any:
     """Sets the switches of a method, or of its module, for one call."""
@@ -266,8 +266,8 @@ def _with_argument(
     method: Callable[..., Any],
     name: str,
     value: bool | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> tuple[Any, Any]:
     signature = inspect.signature(method)
     if name not in signature.parameters:

@@ -28,6 +28,7 @@ from flax_sg.errors.texts import unknown_choice
 from flax_sg.forms import forwarded, given_away, held_state, mistakes
 from flax_sg.internals import modules
 from flax_sg.internals.modules import Module
+from flax_sg.internals.types import Args, Kwargs
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -163,8 +164,8 @@ class _Forwards:
     def _run(
         self: Any,
         name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         method: Callable[..., Any] | None = None,
     ) -> Any:
         """Calls a method of the module in the block: by its name, or its function."""
@@ -270,9 +271,7 @@ class Wrapper(_Forwards, modules.Module):
         """Checks nothing: the module is bound already."""
 
     @nowrap
-    def _call_wrapped_method(
-        self, fun: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _call_wrapped_method(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         # ``apply(variables, x, method=nn.Embed.attend)`` calls it with the wrapper.
         of_module = modules.is_method_of(fun, type(innermost(self)))
         if of_module and not modules.is_method_of(fun, type(self)):

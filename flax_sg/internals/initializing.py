@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import linen
 
 from flax_sg.internals import tracing
-from flax_sg.internals.types import PyTree
+from flax_sg.internals.types import Args, Kwargs, PyTree
 
 
 def variables_of(
     module: linen.Module,
     rngs: PyTree,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     note: Callable[..., Any],
 ) -> dict[str, Any]:
     """The shapes of a module's variables, by their collections.

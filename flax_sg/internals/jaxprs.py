@@ -211,16 +211,14 @@ def callbacks_in(jaxpr: AnyJaxpr) -> list[Hashable]:
     Two are equal if they are the same object, or compiled from the same code with the
     same values.
     """
-    callbacks: list[Hashable] = []
+    calls: list[Hashable] = []
     for eqn in opened(jaxpr).eqns:
         params = eqn.params
         if eqn.primitive.name.endswith(('callback', 'debug_print')):
-            callbacks.append(
-                (eqn.primitive.name, _key_of(params.get('callback', params)))
-            )
+            calls.append((eqn.primitive.name, _key_of(params.get('callback', params))))
         for inner in within(eqn):
-            callbacks += callbacks_in(inner)
-    return callbacks
+            calls += callbacks_in(inner)
+    return calls
 
 
 def within(eqn: JaxprEqn) -> list[AnyJaxpr]:

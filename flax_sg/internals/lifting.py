@@ -84,12 +84,7 @@ def _check_loop() -> None:
     """Raises unless Flax calls our loop, with variables where ``param_path`` looks."""
     names: list[Any] = []
 
-    def loop(
-        body: Body,
-        init: PyTree,
-        xs: PyTree,
-        **_: Any,
-    ) -> Any:
+    def loop(body: Body, init: PyTree, xs: PyTree, **_: Any) -> Any:
         _, out = body(init, xs)
         for side, tree in (('in', xs), ('out', out)):
             for keys, _ in jax.tree_util.tree_leaves_with_path(tree):

@@ -1,11 +1,12 @@
 """Names for types, for readers of a signature.
 
-All but those of jaxprs are ``Any``, which Python cannot check: what is in a tree, or
+Most of them are ``Any``, which Python cannot check: what is in a tree, or
 whether a filter means a part of an array, is known when a program runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
@@ -24,6 +25,9 @@ Decision: TypeAlias = Any
 Transformation: TypeAlias = Any
 # A filter of NNX: a type, a tag, a function of path and value, or several.
 Kind: TypeAlias = Any
+# The arguments of a call: those by position, those by name.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any]
 # A module of linen or a model of NNX.
 Model: TypeAlias = Any
 # A module of linen that is bound: it has a scope, which Flax declares as optional.

@@ -96,12 +96,7 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
             'nn.Frozen(module).'
         )
 
-    def loop(
-        body: lifting.Body,
-        init: PyTree,
-        xs: PyTree,
-        **options: Any,
-    ) -> Any:
+    def loop(body: lifting.Body, init: PyTree, xs: PyTree, **options: Any) -> Any:
         return split_scan(frozen_layers, body, init, xs, **options)
 
     return lifting.scan_with(loop)(target, *args, **kwargs)
@@ -231,11 +226,7 @@ class _Layer(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        body: lifting.Body,
-        carry: PyTree,
-        xs: PyTree,
-        params: list[bool],
+        cls, body: lifting.Body, carry: PyTree, xs: PyTree, params: list[bool]
     ) -> tuple[_Layer, Any]:
         """Traces the body on the first layer; returns what to carry, too."""
         first = jax.eval_shape(lambda xs: jax.tree.map(lambda x: x[0], xs), xs)

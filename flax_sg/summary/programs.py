@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from flax import linen
 
 from flax_sg.internals import initializing
-from flax_sg.internals.types import Model, PyTree
+from flax_sg.internals.types import Args, Kwargs, Model, PyTree
 
 
 def variables_of(
-    module: linen.Module, rngs: PyTree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: linen.Module, rngs: PyTree, args: Args, kwargs: Kwargs
 ) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
     """The shapes of a module's variables, and the classes of its modules.
 
@@ -32,8 +32,8 @@ def variables_of(
 
     def note(
         next_fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         context: linen.module.InterceptorContext,
     ) -> Any:
         called = context.module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import errors, filters, flow
@@ -10,6 +10,7 @@ from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED
 from flax_sg.flow.rows import index
+from flax_sg.internals.types import Args, Kwargs
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
 
@@ -126,10 +127,10 @@ def assert_trains_only(
 
 def _report(
     loss: Callable[..., Any] | flow.GradientFlow,
-    args: tuple[Any, ...],
+    args: Args,
     argnums: int | Sequence[int],
     has_aux: bool,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
 ) -> flow.GradientFlow:
     """The report on a function; a report as it is, if there are no arguments."""
     if not isinstance(loss, flow.GradientFlow):

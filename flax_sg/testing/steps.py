@@ -307,8 +307,8 @@ def _compared(old: Array, new: Array, gradient: Array) -> tuple[Any, ...]:
         that is lost in the rounding wherever there is a gradient, whether there is, and
         for each row whether it changes.
     """
-    old, new, has_gradient = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
-    dtype, has_gradient = old.dtype, has_gradient.astype(bool)
+    old, new, fed = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
+    dtype, fed = old.dtype, fed.astype(bool)
     differ = _differ(old, new)
     wide = dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
     old, new = old.astype(wide), new.astype(wide)
@@ -317,11 +317,9 @@ def _compared(old: Array, new: Array, gradient: Array) -> tuple[Any, ...]:
     # Of complex arrays nothing is proven.
     eps = float(jnp.finfo(dtype).eps) * jnp.isrealobj(old)
     lost = jnp.abs(old) * (eps / 4)
-    counted = has_gradient
-    if has_gradient.shape not in ((), old.shape):
-        counted = jnp.any(has_gradient)
+    counted = fed if fed.shape in ((), old.shape) else jnp.any(fed)
     finest = jnp.min(lost, where=counted, initial=jnp.inf)
     share = jnp.mean(differ) if differ.size else jnp.zeros(())
     # An array of one axis has no rows.
     rows = jnp.any(differ, axis=range(differ.ndim > 1, differ.ndim))
-    return share, change, finest, jnp.any(has_gradient), rows
+    return share, change, finest, jnp.any(fed), rows

@@ -11,15 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -286,7 +278,7 @@ def fitting(path: Path, value: PyTree, other: PyTree) -> PyTree:
     raise misfit(path, described(value), described(other))
 
 
-def _form(value: PyTree) -> Hashable:
+def _form(value: PyTree) -> tuple[Any, ...]:
     leaves, treedef = jax.tree.flatten(value)
     return treedef, [(_type_of(x), shape_of(x)) for x in leaves]
 

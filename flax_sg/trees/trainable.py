@@ -213,11 +213,9 @@ def _check_differentiable(
     fixed = [row for row, may in zip(leaves, may_have, strict=True) if not may]
     for part in where.parts if isinstance(where, filters.Or) else (where,):
         meant = {path: leaf for path, leaf in fixed if filters.is_meant(part(path))}
-        candidates = (path for path, _ in itertools.compress(leaves, may_have))
+        paths = (path for path, _ in itertools.compress(leaves, may_have))
         may_be_any = isinstance(part, filters.Constant)
-        if meant and not (
-            may_be_any or any(filters.is_meant(part(x)) for x in candidates)
-        ):
+        if meant and not (may_be_any or any(filters.is_meant(part(x)) for x in paths)):
             raise not_differentiable(part, meant)
 
 
