@@ -186,12 +186,12 @@ class Precomputed:
         by_name = {**dict(zip(positions, args, strict=True)), **kwargs}
         # Errors count as the caller does.
         first = kept and len(self._traced.own)
-        own: dict[Name, Name] = {
+        shown: dict[Name, Name] = {
             name: n + (n >= first) * kept for n, name in enumerate(positions)
         }
         values: dict[int, Array] = {}
         for name, arg in by_name.items():
-            argument = self._traced.arguments[name]._replace(name=own.get(name, name))
+            argument = self._traced.arguments[name]._replace(name=shown.get(name, name))
             values.update(argument.values(arg, self._split.avals))
         return values
 
