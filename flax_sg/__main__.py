@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: what follows ``python -m flax_sg``; by default the process's arguments.
     """
-    command, *rest = (sys.argv[1:] if argv is None else argv) or ['help']
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or ['help']
     if command in COMMANDS:
-        return COMMANDS[command](rest)
+        return COMMANDS[command](arguments)
     versions = ', '.join(
         f'{name} {_version(name)}' for name in ('flax', 'jax', 'jaxlib')
     )
@@ -55,18 +55,18 @@ def demo(argv: Sequence[str]) -> int:
 
 def env(argv: Sequence[str]) -> int:
     """Prints versions, devices and flags, for reports of bugs."""
-    found = [('flax_sg', flax_sg.__version__)]
+    rows = [('flax_sg', flax_sg.__version__)]
     packages = 'flax', 'jax', 'jaxlib', 'optax'
-    found += [(package, _version(package)) for package in packages]
-    found += [('Python', platform.python_version()), ('platform', platform.platform())]
+    rows += [(package, _version(package)) for package in packages]
+    rows += [('Python', platform.python_version()), ('platform', platform.platform())]
     try:
-        found.append(('devices', ', '.join(map(str, jax.devices()))))
+        rows.append(('devices', ', '.join(map(str, jax.devices()))))
     except RuntimeError as error:  # A driver that fails belongs in the report.
-        found.append(('devices', f'none: {error}'))
+        rows.append(('devices', f'none: {error}'))
     # A new process takes its flags from the environment alone.
     flags = sorted(n for n in os.environ if n.startswith(('JAX_', 'XLA_')))
-    found += [('flag', f'{name} = {os.environ[name]}') for name in flags]
-    for name, value in found:
+    rows += [('flag', f'{name} = {os.environ[name]}') for name in flags]
+    for name, value in rows:
         print(f'{name:<10} {value}')
     return 0
 

@@ -14,6 +14,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import shown
 from flax_sg.flow.traced import holds_arrays
 from flax_sg.internals import jaxprs
+from flax_sg.internals.types import Array, Aval, Kwargs, Leaf, PyTree, TreeDef
 from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -51,10 +52,10 @@ class Argument(NamedTuple):
 
     name: Name
     word: str
-    treedef: Any
+    treedef: TreeDef
     paths: list[str]
     slots: list[tuple[int, ...]]
-    constants: dict[int, Any]
+    constants: dict[int, Leaf]
     runs: Mapping[int, Sequence[Run]]
 
     @classmethod
@@ -63,7 +64,7 @@ class Argument(NamedTuple):
         name: Name,
         word: str,
         tree: Leaves,
-        inputs: list[Any],
+        inputs: list[Array],
         fixed: Set[int] = frozenset(),
         runs: Mapping[int, Sequence[Run]] = MappingProxyType({}),
     ) -> Argument:
@@ -113,7 +114,7 @@ class Argument(NamedTuple):
         """The inputs of the program that hold its arrays."""
         return [slot for slots in self.slots for slot in slots]
 
-    def restored(self, tree: Leaves, inputs: Sequence[Any]) -> Any:
+    def restored(self, tree: Leaves, inputs: Sequence[Array]) -> PyTree:
         """The argument with the inputs of a program for its arrays."""
         leaves: list[Any] = []
         for number, (leaf, slots) in enumerate(
@@ -127,19 +128,21 @@ class Argument(NamedTuple):
             leaves.append(leaf)
         return tree.restore(leaves)
 
-    def values(self, given: Any, avals: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def values(
+        self, argument: PyTree, avals: Sequence[Aval]
+    ) -> Iterator[tuple[int, Array]]:
         """Yields the inputs of the program that an argument holds, with their numbers.
 
         A leaf, or a whole subtree, may be ``ABSENT``.
 
         Args:
-            given: the argument.
+            argument: the argument.
             avals: the type of each input.
 
         Raises:
             ArgumentTypeError: if it is of another structure or type than was traced.
         """
-        for number, leaf in enumerate(self._leaves(given)):
+        for number, leaf in enumerate(self._leaves(argument)):
             if is_absent(leaf):
                 continue
             if number in self.constants:
@@ -152,14 +155,14 @@ class Argument(NamedTuple):
                 is_array = hasattr(array, 'dtype')
                 yield slot, array if is_array else jnp.asarray(array, avals[slot].dtype)
 
-    def _leaves(self, given: Any) -> list[Any]:
-        tree = leaves_of(given)
+    def _leaves(self, argument: PyTree) -> list[Any]:
+        tree = leaves_of(argument)
         if tree.treedef == self.treedef:
             return tree.values
         skeleton = jax.tree.unflatten(self.treedef, range(len(self.paths)))
 
-        def spread(one: Any, below: Any) -> Any:
-            return jax.tree.map(lambda _: ABSENT, below) if is_absent(one) else one
+        def spread(leaf: Leaf, below: PyTree) -> PyTree:
+            return jax.tree.map(lambda _: ABSENT, below) if is_absent(leaf) else leaf
 
         try:
             whole = jax.tree.map(spread, tree.tree, skeleton, is_leaf=is_whole)
@@ -183,19 +186,19 @@ class Argument(NamedTuple):
             'Give such a tree, with sg.ABSENT for a leaf or a subtree that is not read.'
         )
 
-    def holders(self, given: Any) -> list[Any]:
+    def holders(self, argument: PyTree) -> list[Any]:
         """For each leaf the Variable of NNX that holds it, or something else."""
-        found: list[Any] = []
+        holders: list[Any] = []
 
-        def note(holder: Any, below: Any) -> None:
-            found.extend([holder] * len(jax.tree.leaves(below)))
+        def note(holder: object, below: PyTree) -> None:
+            holders.extend([holder] * len(jax.tree.leaves(below)))
 
         skeleton = jax.tree.unflatten(self.treedef, range(len(self.paths)))
         is_leaf = lambda x: is_variable(x) or is_whole(x)  # noqa: E731
-        jax.tree.map(note, leaves_of(given).tree, skeleton, is_leaf=is_leaf)
-        return found
+        jax.tree.map(note, leaves_of(argument).tree, skeleton, is_leaf=is_leaf)
+        return holders
 
-    def _check_constant(self, number: int, leaf: Any) -> None:
+    def _check_constant(self, number: int, leaf: Leaf) -> None:
         traced = self.constants[number]
         try:
             is_same = leaf is traced or bool(leaf == traced)
@@ -243,30 +246,30 @@ def _parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: Leaf) -> bool:
     """Whether a leaf is a number of Python. A bool is a flag."""
     return type(leaf) in (int, float, complex)
 
 
-def check(where: str, array: Any, aval: Any) -> None:
+def check(where: str, array: Array, aval: Aval) -> None:
     """Raises if an array is not of the type that was traced.
 
     Args:
-        where: what is there, for the error.
-        array: what is given.
+        where: what the array is called in the error.
+        array: the array.
         aval: the type that was traced.
 
     Raises:
         ArgumentTypeError: if it is of another shape or dtype, or only one of the two is
             a shard in ``jax.shard_map``.
     """
-    found = jax.typeof(array)
-    if (found.shape, found.dtype) != (aval.shape, aval.dtype):
+    type_ = jax.typeof(array)
+    if (type_.shape, type_.dtype) != (aval.shape, aval.dtype):
         raise errors.ArgumentTypeError(
-            f'{where} is {found.str_short()}, and was traced as {aval.str_short()}.\n'
+            f'{where} is {type_.str_short()}, and was traced as {aval.str_short()}.\n'
             'Call sg.precompute again with the new shapes.'
         )
-    if jaxprs.varying_axes(found) != jaxprs.varying_axes(aval):
+    if jaxprs.varying_axes(type_) != jaxprs.varying_axes(aval):
         raise errors.ArgumentTypeError(
             f'{where} is a shard here, and was none when precompute traced the '
             'function.\n'
@@ -278,26 +281,26 @@ def check(where: str, array: Any, aval: Any) -> None:
 
 
 def named_in(
-    each: Name | Sequence[Name], count: int, kwargs: Mapping[str, Any], own: Any
+    each: Name | Sequence[Name], count: int, kwargs: Kwargs, own: Collection[Name]
 ) -> tuple[Name, ...]:
     """The arguments that ``each=`` names, in the order in which it does."""
     names = [each] if isinstance(each, (int, str)) else [*each]
-    found: list[Name] = []
+    named: list[Name] = []
     for name in names:
         if isinstance(name, int) and -count <= name < count:
-            found.append(name % count)
+            named.append(name % count)
         elif name in kwargs:
-            found.append(name)
+            named.append(name)
         else:
             raise errors.ArgumentTypeError(
                 f'each={each!r} names {name!r}, and fun gets {count} arguments'
                 f'{" and " + ", ".join(kwargs) if kwargs else ""}.\n'
                 'Give positions, counted from 0, or names of keyword arguments.'
             )
-        if found[-1] in own:
+        if named[-1] in own:
             raise errors.ArgumentTypeError(
                 f'each={each!r} names argument {name}, which holds the parameters.\n'
                 'Which of them change, wrt= says.\n'
                 'Leave it out of each=.'
             )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(named))

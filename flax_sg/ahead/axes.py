@@ -9,12 +9,18 @@ nothing is known: rows may be mixed, or depend on their position.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jax.extend.core import JaxprEqn
+
 from flax_sg.internals import primitives
+from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.primitives import Kind
 
+Shape: TypeAlias = tuple[int, ...]
+# The parameters of an equation.
+Params: TypeAlias = Mapping[str, Any]
 Source: TypeAlias = tuple[int, int]
 Axes: TypeAlias = list[tuple[Source, ...] | None]
 
@@ -42,11 +48,11 @@ _MATRICES = {
 }
 
 
-def axes_of(eqn: Any) -> list[Axes] | None:
+def axes_of(eqn: JaxprEqn) -> list[Axes] | None:
     """Where each axis of each output comes from; None if nothing is known."""
     name = eqn.primitive.name
-    ins = [tuple(var.aval.shape) for var in eqn.invars]
-    outs = [tuple(var.aval.shape) for var in eqn.outvars]
+    ins = [tuple(type_of(var).shape) for var in eqn.invars]
+    outs = [tuple(type_of(var).shape) for var in eqn.outvars]
     if name in ELEMENTWISE:
         return [_in_place(ins, out) for out in outs]
     if name in _ALONG:
@@ -64,18 +70,18 @@ def axes_of(eqn: Any) -> list[Axes] | None:
     return [rule(eqn.params, ins, outs[0])] if rule and len(outs) == 1 else None
 
 
-def _as_set(axes: Any) -> set[int]:
+def _as_set(axes: int | Collection[int]) -> set[int]:
     return {*axes} if isinstance(axes, Collection) else {axes}  # jnp.roll: of numpy.
 
 
 def _in_place(
-    ins: Sequence[tuple[int, ...]],
-    out: tuple[int, ...],
+    ins: Sequence[Shape],
+    out: Shape,
     mixed: Collection[int] = (),
 ) -> Axes:
     """Each axis comes from the same one of all operands that have it."""
 
-    def has(shape: tuple[int, ...], axis: int) -> bool:
+    def has(shape: Shape, axis: int) -> bool:
         return axis < len(shape) and shape[axis] == out[axis]
 
     return [
@@ -84,12 +90,10 @@ def _in_place(
     ]
 
 
-Rule: TypeAlias = Callable[
-    [dict[str, Any], list[tuple[int, ...]], tuple[int, ...]], Axes
-]
+Rule: TypeAlias = Callable[[Params, list[Shape], Shape], Axes]
 
 
-def _broadcast(params: Any, ins: Any, out: Any) -> Axes:
+def _broadcast(params: Params, ins: list[Shape], out: Shape) -> Axes:
     axes: Axes = [()] * len(out)
     for axis, j in enumerate(params['broadcast_dimensions']):
         if ins[0][axis] == out[j]:
@@ -97,25 +101,25 @@ def _broadcast(params: Any, ins: Any, out: Any) -> Axes:
     return axes
 
 
-def _transpose(params: Any, ins: Any, out: Any) -> Axes:
+def _transpose(params: Params, ins: list[Shape], out: Shape) -> Axes:
     return [((0, axis),) for axis in params['permutation']]
 
 
-def _reshape(params: Any, ins: Any, out: Any) -> Axes:
+def _reshape(params: Params, ins: list[Shape], out: Shape) -> Axes:
     """An axis stays one if as many elements lie before it, and in it."""
 
-    def places(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    def places(shape: Shape) -> list[tuple[int, int]]:
         before = itertools.accumulate((1, *shape), lambda a, b: a * b)
         return [*zip(before, shape, strict=False)]
 
-    found = {place: axis for axis, place in enumerate(places(ins[0]))}
+    axis_at = {place: axis for axis, place in enumerate(places(ins[0]))}
     return [
-        ((0, found[place]),) if place in found else None if place[1] > 1 else ()
+        ((0, axis_at[place]),) if place in axis_at else None if place[1] > 1 else ()
         for place in places(out)
     ]
 
 
-def _whole(params: Any, ins: Any, out: Any) -> Axes:
+def _whole(params: Params, ins: list[Shape], out: Shape) -> Axes:
     """Slices: an axis that is as long as before is whole."""
     strides = params.get('strides') or (1,) * len(out)
     return [
@@ -124,27 +128,27 @@ def _whole(params: Any, ins: Any, out: Any) -> Axes:
     ]
 
 
-def _tile(params: Any, ins: Any, out: Any) -> Axes:
+def _tile(params: Params, ins: list[Shape], out: Shape) -> Axes:
     rows = enumerate(zip(params['reps'], ins[0], strict=True))
     return [((0, j),) if n == 1 else () if size == 1 else None for j, (n, size) in rows]
 
 
-def _stack(params: Any, ins: Any, out: Any) -> Axes:
+def _stack(params: Params, ins: list[Shape], out: Shape) -> Axes:
     axes: Axes = [tuple((n, j) for n in range(len(ins))) for j in range(len(ins[0]))]
     axes.insert(params['axis'], None)
     return axes
 
 
-def _updated(params: Any, ins: Any, out: Any) -> Axes:
+def _updated(params: Params, ins: list[Shape], out: Shape) -> Axes:
     return [((0, j), (1, j)) if n == ins[1][j] else None for j, n in enumerate(out)]
 
 
-def _pad(params: Any, ins: Any, out: Any) -> Axes:
+def _pad(params: Params, ins: list[Shape], out: Shape) -> Axes:
     padding = map(tuple, params['padding_config'])
     return [((0, j),) if row == (0, 0, 0) else None for j, row in enumerate(padding)]
 
 
-def _window(params: Any, ins: Any, out: Any) -> Axes:
+def _window(params: Params, ins: list[Shape], out: Shape) -> Axes:
     names = 'window_dimensions', 'window_strides', 'base_dilation', 'window_dilation'
     rows = zip(*(params[name] for name in names), params['padding'], strict=True)
     return [
@@ -153,7 +157,7 @@ def _window(params: Any, ins: Any, out: Any) -> Axes:
     ]
 
 
-def _dot_general(params: Any, ins: Any, out: Any) -> Axes:
+def _dot_general(params: Params, ins: list[Shape], out: Shape) -> Axes:
     contracted, batch = params['dimension_numbers']
     axes: Axes = [((0, left), (1, right)) for left, right in zip(*batch, strict=True)]
     for n in range(2):
@@ -162,7 +166,7 @@ def _dot_general(params: Any, ins: Any, out: Any) -> Axes:
     return axes
 
 
-def _convolution(params: Any, ins: Any, out: Any) -> Axes:
+def _convolution(params: Params, ins: list[Shape], out: Shape) -> Axes:
     numbers = params['dimension_numbers']
     axes: Axes = [None] * len(out)
     if params['batch_group_count'] == 1:
@@ -170,7 +174,7 @@ def _convolution(params: Any, ins: Any, out: Any) -> Axes:
     return axes
 
 
-def _gather(params: Any, ins: Any, out: Any) -> Axes:
+def _gather(params: Params, ins: list[Shape], out: Shape) -> Axes:
     numbers, sizes = params['dimension_numbers'], params['slice_sizes']
     pairs = zip(
         numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True
@@ -194,7 +198,7 @@ def _gather(params: Any, ins: Any, out: Any) -> Axes:
     return axes
 
 
-def _scatter(params: Any, ins: Any, out: Any) -> Axes:
+def _scatter(params: Params, ins: list[Shape], out: Shape) -> Axes:
     numbers = params['dimension_numbers']
     windows = iter(numbers.update_window_dims)
     rows = [j for j in range(len(ins[2])) if j not in numbers.update_window_dims]
@@ -214,12 +218,12 @@ def _scatter(params: Any, ins: Any, out: Any) -> Axes:
     return axes
 
 
-def _fft(params: Any, ins: Any, out: Any) -> Axes:
+def _fft(params: Params, ins: list[Shape], out: Shape) -> Axes:
     count = len(out) - len(params['fft_lengths'])
     return [((0, j),) if j < count else None for j in range(len(out))]
 
 
-def _bits(params: Any, ins: Any, out: Any) -> Axes:
+def _bits(params: Params, ins: list[Shape], out: Shape) -> Axes:
     return _in_place(ins, out) if len(ins[0]) == len(out) else [None] * len(out)
 
 

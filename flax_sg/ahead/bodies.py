@@ -6,10 +6,13 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import JaxprEqn, Primitive
+
 from flax_sg.ahead.costs import is_cheap, is_cheap_within
 from flax_sg.ahead.walk import Walk
 from flax_sg.internals import jaxprs, partial
 from flax_sg.internals.program import Site, Value, is_in, numbers_in
+from flax_sg.internals.types import Aval
 
 # What JAX has rules for. It takes no account of examples in a ``shard_map``.
 _SPLIT = frozenset(
@@ -18,9 +21,9 @@ _SPLIT = frozenset(
 
 
 def in_halves(
-    walk: Walk, eqn: Any, read: Sequence[Value], site: Site
+    walk: Walk, eqn: JaxprEqn, read: Sequence[Value], site: Site
 ) -> Sequence[Value] | None:
-    """The known half, and the rest, which reads what the known half has made.
+    """The known half, and the late half, which reads what the known half has made.
 
     None if there is no such half, or if it costs nothing.
     """
@@ -35,20 +38,21 @@ def in_halves(
     halves = partial.halves_of(eqn, changes, _is_kept, again, is_late)
     if all(map(is_cheap_within, halves.known.eqns)):
         return None
-    made = walk.walk(halves.known, [read[n] for n in halves.known_reads], site)
-    outs, kept = made[: len(made) - halves.kept], made[len(made) - halves.kept :]
-    values = [*kept, *(read[n] for n in halves.late_reads)]
-    early, late = iter(outs), iter(walk.walk(halves.late, values, site, walk.whole))
+    values = walk.walk(halves.known, [read[n] for n in halves.known_reads], site)
+    count = len(values) - halves.kept
+    outs, kept = values[:count], values[count:]
+    inputs = [*kept, *(read[n] for n in halves.late_reads)]
+    early, late = iter(outs), iter(walk.walk(halves.late, inputs, site, walk.whole))
     return [
         walk.new(var.aval) if is_new is None else next(late if is_new else early)
         for var, is_new in zip(eqn.outvars, halves.changes, strict=True)
     ]
 
 
-def _is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
+def _is_kept(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
     """Whether what an equation in a body makes is kept, rather than made again.
 
     What is made of two arrays is kept: one of them may be a frozen weight.
     """
-    one = types.SimpleNamespace(primitive=primitive, params=params)
-    return sum(bool(aval.shape) for aval in avals) > 1 or not is_cheap(one)
+    eqn: Any = types.SimpleNamespace(primitive=primitive, params=params)
+    return sum(bool(aval.shape) for aval in avals) > 1 or not is_cheap(eqn)

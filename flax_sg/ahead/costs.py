@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+
+from jax.extend.core import JaxprEqn
 
 from flax_sg.internals import jaxprs, primitives
+from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.primitives import Kind
+from flax_sg.internals.types import Aval
 
 # What is made again rather than kept.
 _CHEAP = primitives.names_of(Kind.CHEAP)
 
 
-def is_cheap(eqn: Any) -> bool:
+def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether the outputs of an equation are made again, rather than kept."""
     if eqn.primitive.name in jaxprs.CUSTOM_CALLS or jaxprs.is_plain_jit(eqn):
         return all(map(is_cheap, jaxprs.body_of(eqn).eqns))
     return eqn.primitive.name in _CHEAP
 
 
-def is_cheap_within(eqn: Any) -> bool:
-    """The same; a loop or a call is as cheap as what is in it."""
+def is_cheap_within(eqn: JaxprEqn) -> bool:
+    """Like ``is_cheap``; a loop or a call is as cheap as what is in it."""
     inner = [one for body in jaxprs.within(eqn) for one in jaxprs.opened(body).eqns]
     return all(map(is_cheap_within, inner)) if inner else is_cheap(eqn)
 
 
-def bytes_of(aval: Any) -> int:
+def bytes_of(aval: Aval) -> int:
     """The bytes of an array of a type."""
     return aval.size * aval.dtype.itemsize
 
 
-def flops_of(eqns: Iterable[Any]) -> float:
+def flops_of(eqns: Iterable[JaxprEqn]) -> float:
     """The flops of some equations. Of a branch the longest, of a loop all turns.
 
     A ``while`` has no known number of turns, and counts once.
@@ -39,18 +42,18 @@ def flops_of(eqns: Iterable[Any]) -> float:
     return sum(map(_flops, eqns))
 
 
-def _flops(eqn: Any) -> float:
+def _flops(eqn: JaxprEqn) -> float:
     name, params = eqn.primitive.name, eqn.params
-    size = sum(math.prod(var.aval.shape) for var in eqn.outvars)
+    size = sum(math.prod(type_of(var).shape) for var in eqn.outvars)
     if name == 'dot_general':
         (contracted, _), _ = params['dimension_numbers']
-        shape = eqn.invars[0].aval.shape
+        shape = type_of(eqn.invars[0]).shape
         return 2.0 * size * math.prod(shape[axis] for axis in contracted)
     if name == 'conv_general_dilated':
-        kernel, numbers = eqn.invars[1].aval.shape, params['dimension_numbers']
+        kernel, numbers = type_of(eqn.invars[1]).shape, params['dimension_numbers']
         return 2.0 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-    if name in jaxprs.CUSTOM_CALLS or jaxprs.called_by(eqn) is not None:
-        return flops_of(jaxprs.opened(jaxprs.called_by(eqn)).eqns)
+    if (body := jaxprs.called_by(eqn)) is not None:
+        return flops_of(jaxprs.opened(body).eqns)
     if bodies := jaxprs.Bodies.of(eqn).jaxprs:
         longest = max(flops_of(jaxprs.opened(body).eqns) for body in bodies)
         return params.get('length', 1) * longest

@@ -17,15 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from numpy.typing import NDArray
 
 from flax_sg import errors
-from flax_sg.ahead.axes import Axes, axes_of
+from flax_sg.ahead.axes import Axes, Source, axes_of
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.internals import jaxprs, primitives
-from flax_sg.internals.jaxprs import opened
+from flax_sg.internals.jaxprs import opened, type_of
 from flax_sg.internals.primitives import Kind
 from flax_sg.internals.program import Site, Step, Value
+from flax_sg.internals.types import AnyJaxpr, Array, Atom, Aval
 
 
 class Examples(NamedTuple):
@@ -42,19 +44,19 @@ class Examples(NamedTuple):
     axis: int = 0
     inner: int = 1
 
-    def in_front(self, array: Any, count: int) -> Any:
+    def in_front(self, array: Array, count: int) -> Array:
         """The array with an axis of that many examples in front."""
         shape = array.shape
         if shape[0] == count and self.axis == 0:
             return array
         before, after = shape[: self.axis], shape[self.axis + 1 :]
-        others = shape[self.axis] // count
-        outer = others // self.inner
+        size = shape[self.axis] // count
+        outer = size // self.inner
         apart = array.reshape(*before, outer, count, self.inner, *after)
         moved = jnp.moveaxis(apart, self.axis + 1, 0)
-        return moved.reshape(count, *before, *[others] * (others > 1), *after)
+        return moved.reshape(count, *before, *[size] * (size > 1), *after)
 
-    def back(self, array: Any, shape: Sequence[int]) -> Any:
+    def back(self, array: Array, shape: Sequence[int]) -> Array:
         """The array of this shape, of what ``in_front`` has made of it."""
         if array.shape == shape and self.axis == 0:
             return array
@@ -68,7 +70,7 @@ class Examples(NamedTuple):
 class Mixed:
     """No place: an equation mixes examples, or is not known, and it stands here."""
 
-    eqn: Any
+    eqn: JaxprEqn
     site: Site
 
     def __str__(self) -> str:
@@ -78,7 +80,7 @@ class Mixed:
 class Known(NamedTuple):
     """An array of integers or bools that is a constant, such as positions."""
 
-    value: Any
+    value: NDArray[Any]
 
 
 class Joined(NamedTuple):
@@ -87,7 +89,7 @@ class Joined(NamedTuple):
     As an array it is mixed. To read a row of each example it is not.
     """
 
-    columns: tuple[Any, ...]
+    columns: tuple[Place, ...]
     mixed: Mixed
 
 
@@ -112,7 +114,7 @@ class Batch:
         mixed: for the values in which they are mixed the operation and the line.
     """
 
-    def __init__(self, inputs: Mapping[int, tuple[str, Any]]) -> None:
+    def __init__(self, inputs: Mapping[int, tuple[str, Aval]]) -> None:
         """Looks at the axis in front of each array.
 
         Args:
@@ -136,12 +138,12 @@ class Batch:
         """The outputs of a step in which examples are mixed; notes where they are."""
         outs = self._walk.equation(step.eqn, self._read(step.ins), step.site)
         self.places.update(zip(step.outs, outs, strict=True))
-        found = {n: x for n, x in zip(step.outs, outs, strict=True) if _is_mixed(x)}
-        self.mixed.update(found)
-        return [*found]
+        mixed = {n: x for n, x in zip(step.outs, outs, strict=True) if _is_mixed(x)}
+        self.mixed.update(mixed)
+        return [*mixed]
 
     def mixed_by(
-        self, eqn: Any, read: Sequence[Value], site: Site
+        self, eqn: JaxprEqn, read: Sequence[Value], site: Site
     ) -> tuple[list[bool], frozenset[int]]:
         """For each output whether it is mixed, and the ids of what mixes in bodies."""
         walk = _Walk(self.count)
@@ -152,7 +154,7 @@ class Batch:
         """Whether a value can be rows of examples."""
         return not isinstance(self.places.get(number), Joined)
 
-    def note(self, number: int, constant: Any) -> None:
+    def note(self, number: int, constant: Array) -> None:
         """Notes a constant of the program."""
         self.places[number] = _of_constant(constant)
 
@@ -164,7 +166,7 @@ class Batch:
             for x in values
         ]
 
-    def in_front(self, numbers: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+    def in_front(self, numbers: Sequence[int], arrays: Sequence[Array]) -> list[Array]:
         """The arrays of some values, with the axis of the examples in front.
 
         What is the same for all examples is repeated for each.
@@ -177,8 +179,8 @@ class Batch:
         ]
 
     def back(
-        self, numbers: Sequence[int], arrays: Sequence[Any], avals: Sequence[Any]
-    ) -> list[Any]:
+        self, numbers: Sequence[int], arrays: Sequence[Array], avals: Sequence[Aval]
+    ) -> list[Array]:
         """Some values as they are in the program, of what ``in_front`` returned."""
         return [
             place.back(x, avals[n].shape)
@@ -189,11 +191,11 @@ class Batch:
 
 
 def _no_axis(
-    where: str, aval: Any, count: int, others: Iterable[tuple[str, Any]]
+    where: str, aval: Aval, count: int, data: Iterable[tuple[str, Aval]]
 ) -> errors.ArgumentTypeError:
     """The error for data without an axis of that many examples."""
     of = 'two or more examples' if count < 2 else f'{count} examples'
-    beside = [f'{name} is {x.str_short()}' for name, x in others if name != where]
+    beside = [f'{name} is {x.str_short()}' for name, x in data if name != where]
     advice = (
         'With examples=True, the first axis of each array of data is that of the '
         'examples. If they are along another axis, move it to the front.\n'
@@ -207,35 +209,8 @@ def _no_axis(
     )
 
 
-def of_the_batch(split: Any, inputs: Mapping[int, tuple[str, Any]]) -> str:
-    """Says that rows of what is kept are not single examples; empty if they may be.
-
-    Args:
-        split: a program that was split without looking at examples.
-        inputs: the data of a batch, as for ``Batch``.
-    """
-    whole = 'If the data are a batch, what is kept belongs to all of it'
-    advice = 'For rows of single examples, write examples=True.'
-    arrays = {n: named for n, named in inputs.items() if named[1].shape}
-    if not arrays:
-        return ''
-    try:
-        batch = Batch(arrays)
-    except errors.ArgumentTypeError:
-        return f'{whole}. {advice}'
-    mixed = next((found for step in split.early if (found := batch.mixed_in(step))), [])
-    if mixed:
-        return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
-    rows = [
-        batch.places.get(n) == Examples() and split.avals[n].shape[0] == batch.count
-        for n in split.kept
-        if n in split.data
-    ]
-    return '' if all(rows) else f'{whole}. {advice}'
-
-
 def followed(
-    program: Any, ins: Sequence[Place], count: int, site: Site | None = None
+    program: ClosedJaxpr, ins: Sequence[Place], count: int, site: Site | None = None
 ) -> list[Place]:
     """Where so many examples are in the outputs of a program."""
     return [*map(_plain, _Walk(count).body(program, ins, site or Site()))]
@@ -251,7 +226,7 @@ class _Walk:
     def __init__(self, count: int) -> None:
         self.count, self.mixing = count, set[int]()
 
-    def body(self, closed: Any, ins: Sequence[Place], site: Site) -> list[Place]:
+    def body(self, closed: AnyJaxpr, ins: Sequence[Place], site: Site) -> list[Place]:
         """Where the examples are in the outputs of a jaxpr."""
         jaxpr = opened(closed)
         places: dict[Any, Place] = dict(zip(jaxpr.invars, ins, strict=True))
@@ -260,7 +235,7 @@ class _Walk:
         ):
             places[var] = _of_constant(value)
 
-        def at(atom: Any) -> Place:
+        def at(atom: Atom) -> Place:
             is_constant = isinstance(atom, Literal)
             return (
                 _of_constant(atom.val) if is_constant else places.get(atom, _NOT_KNOWN)
@@ -271,7 +246,7 @@ class _Walk:
             places.update(zip(eqn.outvars, outs, strict=True))
         return [*map(at, jaxpr.outvars)]
 
-    def equation(self, eqn: Any, ins: Sequence[Place], site: Site) -> list[Place]:
+    def equation(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
         """Where the examples are in the outputs of an equation."""
         outs = self._equation(eqn, ins, site)
         is_one = eqn.primitive.name in jaxprs.CUSTOM_CALLS or not jaxprs.within(eqn)
@@ -279,7 +254,7 @@ class _Walk:
             self.mixing.add(id(eqn))
         return outs
 
-    def _equation(self, eqn: Any, ins: Sequence[Place], site: Site) -> list[Place]:
+    def _equation(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
         name = eqn.primitive.name
         if (body := jaxprs.called_by(eqn)) is not None:
             return self.body(body, ins, Site(eqn, site))
@@ -287,8 +262,8 @@ class _Walk:
             return [*ins]
         if all(isinstance(place, Known) for place in ins) and _is_of_positions(eqn):
             return _computed(eqn, ins)
-        if name == 'gather' and (found := self._row_of_each(eqn, ins)):
-            return [found]
+        if name == 'gather' and (rows := self._row_of_each(eqn, ins)):
+            return [rows]
         places, ins = ins, [*map(_plain, ins)]
         if name in ('cond', 'while', 'scan'):
             return getattr(self, f'_{name}')(eqn, ins, site)
@@ -303,12 +278,12 @@ class _Walk:
             return [unknown] * len(eqn.outvars)
         outs = [self._from(axes, ins, eqn, site) for axes in known]
         has_positions = any(isinstance(place, Known) for place in places)
-        is_last = eqn.params.get('dimension') == eqn.outvars[0].aval.ndim - 1
+        is_last = eqn.params.get('dimension') == type_of(eqn.outvars[0]).ndim - 1
         if name == 'concatenate' and is_last and has_positions and _is_mixed(outs[0]):
             return [Joined((*places,), outs[0])]
         return outs
 
-    def _row_of_each(self, eqn: Any, ins: Sequence[Place]) -> Examples | None:
+    def _row_of_each(self, eqn: JaxprEqn, ins: Sequence[Place]) -> Examples | None:
         """The place in ``x[arange(n), index]``: each example reads a row of its own."""
         place, indices, numbers = ins[0], ins[1], eqn.params['dimension_numbers']
         if not (isinstance(place, Examples) and isinstance(indices, Joined)):
@@ -322,31 +297,33 @@ class _Walk:
             return None
         rows = positions.value[..., 0]
         for axis, length in enumerate(rows.shape):
-            own = np.arange(length).reshape([-1] + [1] * (rows.ndim - axis - 1))
-            if length != self.count or (rows != own).any():
+            example = np.arange(length).reshape([-1] + [1] * (rows.ndim - axis - 1))
+            if length != self.count or (rows != example).any():
                 continue
-            others = [_plain(x) for x in columns.values() if x is not positions]
-            if all(x == Examples(axis) or _is_alike([(0, axis)], [x]) for x in others):
-                outs = range(eqn.outvars[0].aval.ndim)
+            places = [_plain(x) for x in columns.values() if x is not positions]
+            if all(x == Examples(axis) or _is_alike([(0, axis)], [x]) for x in places):
+                outs = range(type_of(eqn.outvars[0]).ndim)
                 return Examples([j for j in outs if j not in numbers.offset_dims][axis])
         return None
 
-    def _from(self, axes: Axes, ins: Sequence[Place], eqn: Any, site: Site) -> Place:
+    def _from(
+        self, axes: Axes, ins: Sequence[Place], eqn: JaxprEqn, site: Site
+    ) -> Place:
         """The place in an output, by what its axes come from."""
-        own = {(n, place.axis) for n, place in enumerate(ins) if _has_examples(place)}
-        if not own:
-            return frozenset(j for j, found in enumerate(axes) if _is_alike(found, ins))
+        examples = {(n, x.axis) for n, x in enumerate(ins) if _has_examples(x)}
+        if not examples:
+            return frozenset(j for j, x in enumerate(axes) if _is_alike(x, ins))
         inners = {place.inner for place in ins if _has_examples(place)}
-        for j, found in enumerate(axes):
-            if found is None or not own <= {*found} or len(inners) > 1:
+        for j, sources in enumerate(axes):
+            if sources is None or not examples <= {*sources} or len(inners) > 1:
                 continue
-            if _is_alike([source for source in found if source not in own], ins):
+            if _is_alike([x for x in sources if x not in examples], ins):
                 return Examples(j, *inners)
         return Mixed(eqn, site)
 
-    def _reshape(self, eqn: Any, place: Examples, site: Site) -> Place:
+    def _reshape(self, eqn: JaxprEqn, place: Examples, site: Site) -> Place:
         """The axis with the same stride from an example to the next."""
-        shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        shape, out = type_of(eqn.invars[0]).shape, type_of(eqn.outvars[0]).shape
         stride = place.inner * math.prod(shape[place.axis + 1 :])
         period = stride * self.count
         for j, size in enumerate(out) if period else ():
@@ -355,14 +332,14 @@ class _Walk:
                 return Examples(j, stride // after)
         return Mixed(eqn, site)
 
-    def _cond(self, eqn: Any, ins: Sequence[Place], site: Site) -> list[Place]:
+    def _cond(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
         if isinstance(ins[0], Mixed):
             return [ins[0]] * len(eqn.outvars)
         bodies = eqn.params['branches']
         outs = [self.body(body, ins[1:], Site(eqn, site)) for body in bodies]
         return [self._either(both, eqn, site) for both in zip(*outs, strict=True)]
 
-    def _while(self, eqn: Any, ins: Sequence[Place], site: Site) -> list[Place]:
+    def _while(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
         params, inside = eqn.params, Site(eqn, site)
         first = params['cond_nconsts']
         start = first + params['body_nconsts']
@@ -379,28 +356,32 @@ class _Walk:
 
         return self._settled(turn, [*ins[start:]], eqn, site)
 
-    def _scan(self, eqn: Any, ins: Sequence[Place], site: Site) -> list[Place]:
+    def _scan(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
         carry, body = jaxprs.carried_by(eqn), eqn.params['jaxpr']
         rows, consts = ins[carry.stop :], [*ins[: carry.start]]
         if any(isinstance(place, Examples) and place.axis == 0 for place in rows):
             # Each turn is for one example, if no turn reads what another one has made.
-            found: Axes = [tuple((n, 0) for n in range(carry.stop, len(ins)))]
+            rows_of: Axes = [tuple((n, 0) for n in range(carry.stop, len(ins)))]
             if len(carry) or not all(isinstance(x, frozenset) for x in consts):
                 return [Mixed(eqn, site)] * len(eqn.outvars)
-            return [self._from(found, ins, eqn, site) for _ in eqn.outvars]
+            return [self._from(rows_of, ins, eqn, site) for _ in eqn.outvars]
         within = [_shifted(place, -1) for place in rows]
-        made: list[Place] = []
+        stacked: list[Place] = []
 
         def turn(before: list[Place]) -> list[Place]:
             outs = self.body(body, [*consts, *before, *within], Site(eqn, site))
-            made[:] = outs[len(carry) :]
+            stacked[:] = outs[len(carry) :]
             return outs[: len(carry)]
 
         after = self._settled(turn, [*ins[carry.start : carry.stop]], eqn, site)
-        return [*after, *(_shifted(place, 1) for place in made)]
+        return [*after, *(_shifted(place, 1) for place in stacked)]
 
     def _settled(
-        self, turn: Callable[..., Any], carry: list[Place], eqn: Any, site: Site
+        self,
+        turn: Callable[[list[Place]], list[Place]],
+        carry: list[Place],
+        eqn: JaxprEqn,
+        site: Site,
     ) -> list[Place]:
         """Where the examples are in what a loop carries, whatever turn it is."""
         while True:
@@ -410,7 +391,7 @@ class _Walk:
                 return carry
             carry = joined
 
-    def _either(self, places: Sequence[Place], eqn: Any, site: Site) -> Place:
+    def _either(self, places: Sequence[Place], eqn: JaxprEqn, site: Site) -> Place:
         """The place of examples in a value that is one of several."""
         places = [*map(_plain, places)]
         if mixed := _mixed_in(places):
@@ -433,7 +414,7 @@ def _is_mixed(place: Place) -> TypeGuard[Mixed]:
     return isinstance(place, Mixed)
 
 
-def _is_small(value: Any) -> bool:
+def _is_small(value: object) -> bool:
     """Whether an array may hold positions: integers or bools, and not too many."""
     # jax 0.7.2 has a class of its own for the arrays of literals.
     is_whole = hasattr(value, 'dtype') or np.isscalar(value)
@@ -441,28 +422,28 @@ def _is_small(value: Any) -> bool:
     return is_whole and _may_be_positions(jax.typeof(value))
 
 
-def _may_be_positions(aval: Any) -> bool:
+def _may_be_positions(aval: Aval) -> bool:
     if hasattr(aval, 'inner_aval'):  # A mutable array.
         return False
     return getattr(aval.dtype, 'kind', '') in ('i', 'u', 'b') and aval.size <= _LARGE
 
 
-def _of_constant(value: Any) -> Place:
+def _of_constant(value: Array) -> Place:
     return Known(np.asarray(value)) if _is_small(value) else _NOT_KNOWN
 
 
-def _is_of_positions(eqn: Any) -> bool:
+def _is_of_positions(eqn: JaxprEqn) -> bool:
     return is_cheap(eqn) and all(_may_be_positions(var.aval) for var in eqn.outvars)
 
 
-def _computed(eqn: Any, ins: Sequence[Any]) -> list[Place]:
+def _computed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Place]:
     """The outputs of an equation that reads known values alone."""
     with jax.ensure_compile_time_eval():
         outs = jaxprs.bind(eqn, [jnp.asarray(x.value) for x in ins])
     return [Known(np.asarray(x)) for x in outs]
 
 
-def _plain(place: Place) -> Any:
+def _plain(place: Place) -> Examples | Alike | Mixed:
     """The place of an array of which nothing else is known.
 
     Of a constant these are the axes along which its rows are alike.
@@ -480,10 +461,10 @@ def _mixed_in(places: Iterable[Place]) -> Mixed | None:
     return next((place for place in places if isinstance(place, Mixed)), None)
 
 
-def _is_alike(found: Iterable[tuple[int, int]] | None, ins: Sequence[Place]) -> bool:
+def _is_alike(sources: Iterable[Source] | None, ins: Sequence[Place]) -> bool:
     """Whether all rows along an axis are alike, if it comes from these."""
-    return found is not None and all(
-        isinstance(place := ins[n], frozenset) and axis in place for n, axis in found
+    return sources is not None and all(
+        isinstance(place := ins[n], frozenset) and axis in place for n, axis in sources
     )
 
 

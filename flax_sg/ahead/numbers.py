@@ -9,15 +9,18 @@ numbers alone is computed, and has to be the constants of the other program.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import type_of
+from flax_sg.internals.types import Array, Atom, Scalar
 
 
-def agrees(traced: Any, fixed: Any, numbers: Mapping[int, Any]) -> bool:
+def agrees(
+    traced: ClosedJaxpr, fixed: ClosedJaxpr, numbers: Mapping[int, Scalar]
+) -> bool:
     """Whether two programs are the same, one with numbers and one with constants.
 
     Args:
@@ -26,19 +29,21 @@ def agrees(traced: Any, fixed: Any, numbers: Mapping[int, Any]) -> bool:
         numbers: the numbers, by the index of their input.
     """
     one, other = traced.jaxpr, fixed.jaxpr
-    known = {
-        one.invars[n]: np.asarray(number, one.invars[n].aval.dtype)
+    known: dict[Atom, Array] = {
+        one.invars[n]: np.asarray(number, type_of(one.invars[n]).dtype)
         for n, number in numbers.items()
     }
-    rest = [var for var in one.invars if var not in known]
-    pairs = dict(zip(rest, other.invars, strict=True))
+    inputs = [var for var in one.invars if var not in known]
+    pairs: dict[Atom, Atom] = dict(zip(inputs, other.invars, strict=True))
     if len(one.constvars) != len(other.constvars):
         return False
     pairs |= zip(one.constvars, other.constvars, strict=True)
     return _same(one, other, known, pairs)
 
 
-def _same(one: Any, other: Any, known: dict[Any, Any], pairs: dict[Any, Any]) -> bool:
+def _same(
+    one: Jaxpr, other: Jaxpr, known: dict[Atom, Array], pairs: dict[Atom, Atom]
+) -> bool:
     """Whether two open jaxprs are the same.
 
     Args:
@@ -48,10 +53,10 @@ def _same(one: Any, other: Any, known: dict[Any, Any], pairs: dict[Any, Any]) ->
         pairs: for values of the first those of the other.
     """
 
-    def value_of(x: Any) -> Any:
+    def value_of(x: Atom) -> Array | None:
         return x.val if isinstance(x, Literal) else known.get(x)
 
-    def alike(a: Any, b: Any) -> bool:
+    def alike(a: Atom, b: Atom) -> bool:
         value = value_of(a)
         if value is not None:
             return isinstance(b, Literal) and _equal(value, b.val)
@@ -74,26 +79,26 @@ def _same(one: Any, other: Any, known: dict[Any, Any], pairs: dict[Any, Any]) ->
     return next(equations, None) is None and all(map(alike, one.outvars, other.outvars))
 
 
-def _are_of_one_kind(eqn: Any, other: Any) -> bool:
+def _are_of_one_kind(eqn: JaxprEqn, other: JaxprEqn) -> bool:
     """Whether two equations run the same primitive, and the same bodies."""
-    bodies, others = jaxprs.within(eqn), jaxprs.within(other)
-    if eqn.primitive is not other.primitive or len(bodies) != len(others):
+    bodies, bodies_of_other = jaxprs.within(eqn), jaxprs.within(other)
+    if eqn.primitive is not other.primitive or len(bodies) != len(bodies_of_other):
         return False
     if len(eqn.invars) != len(other.invars) or len(eqn.outvars) != len(other.outvars):
         return False
     for body, same in zip(
-        map(jaxprs.opened, bodies), map(jaxprs.opened, others), strict=True
+        map(jaxprs.opened, bodies), map(jaxprs.opened, bodies_of_other), strict=True
     ):
         if len(body.invars) != len(same.invars):
             return False
-        pairs = dict(zip(body.invars, same.invars, strict=True))
+        pairs: dict[Atom, Atom] = dict(zip(body.invars, same.invars, strict=True))
         pairs |= zip(body.constvars, same.constvars, strict=False)
         if not _same(body, same, {}, pairs):
             return False
     return True
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Scalar, other: Scalar) -> bool:
     """Whether two numbers are equal, in the precision of the first."""
     one, other = np.asarray(one), np.asarray(other)
     exact = one.dtype.kind in 'iub' and other.dtype.kind in 'iub'

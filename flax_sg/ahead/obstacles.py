@@ -139,7 +139,7 @@ class _Search:
         if is_costly and self.alike.isdisjoint(step.read()):
             for weight in sorted(weights):
                 row = _obstacle(self.roots[weight], Root('', 'alike'), step.source)
-                if all(row.module != other.module for other in self.rows):
+                if all(row.module != shown.module for shown in self.rows):
                     self.rows.setdefault(row)
         if is_costly or not self.alike.isdisjoint(step.read()):
             self.alike.update(step.outs)
@@ -184,5 +184,5 @@ def _obstacle(weight: Root, reason: Root, line: str) -> Obstacle:
     names = [weight.name.split('/'), reason.name.split('/')]
     pairs = zip(*names, strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    module, other = ('/'.join(path[: same + 1]) for path in names)
-    return Obstacle(module, reason._replace(name=other), line)
+    module, name = ('/'.join(path[: same + 1]) for path in names)
+    return Obstacle(module, reason._replace(name=name), line)

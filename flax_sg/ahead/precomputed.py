@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from flax_sg.ahead.traced import Traced, traced
 from flax_sg.ahead.writes import put
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
-from flax_sg.internals.program import Step, numbers_in, run
+from flax_sg.internals.program import Step, Value, numbers_in, run
+from flax_sg.internals.types import Array, Aval, Kwargs, PyTree
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -56,10 +57,10 @@ class Precomputed:
         """
         read = self._split.changing.union(numbers_in(self._split.outputs))
         read.update(n for step in self._split.late for n in step.read())
-        known, found = set[Any](), set[Any]()
+        known, places_read = set[Any](), set[Any]()
         for k, (name, paths) in enumerate(self._traced.own.items()):
             slots = self._traced.arguments[name].slots
-            for path, own in zip(paths, slots, strict=True):
+            for path, inputs in zip(paths, slots, strict=True):
                 where, names = path.place
                 # Late has the arguments with parameters first.
                 place = (
@@ -67,21 +68,21 @@ class Precomputed:
                     (str(k), *names[1:]) if self._traced.has_positions else names,
                 )
                 known.add(place)
-                found.update(() if read.isdisjoint(own) else {place})
-        return filters.Derived(frozenset(found), frozenset(known), 'ahead.reads')
+                places_read.update(() if read.isdisjoint(inputs) else {place})
+        return filters.Derived(frozenset(places_read), frozenset(known), 'ahead.reads')
 
     @property
-    def _types(self) -> list[Any]:
+    def _types(self) -> list[Aval]:
         avals = [self._split.avals[n] for n in self._split.kept]
         if self._batch is None:
             return avals
         shapes = [*map(jaxprs.shape_of, avals)]
         return jax.make_jaxpr(self._in_front)(shapes).out_avals
 
-    def _in_front(self, kept: list[Any]) -> list[Any]:
+    def _in_front(self, kept: list[Array]) -> list[Array]:
         return self._batch.in_front(self._split.kept, kept) if self._batch else kept
 
-    def early(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def early(self, *args: Any, **kwargs: Any) -> list[Array]:
         """Computes once what is kept, of the arguments but for those in ``each=``."""
         names = [n for n in self._traced.arguments if n not in self._traced.each]
         values = self._values('early', names, args, kwargs)
@@ -89,7 +90,7 @@ class Precomputed:
             self._run('early', self._split.early, values, self._split.kept)
         )
 
-    def late(self, *args: Any, **kwargs: Any) -> Any:
+    def late(self, *args: Any, **kwargs: Any) -> PyTree:
         """The function, of its parameters, what is kept, and what is in ``each=``.
 
         Parameters that ``wrt=`` of ``precompute`` does not name have no gradient. What
@@ -100,8 +101,8 @@ class Precomputed:
         names: list[Name] = [*self._traced.own, *self._traced.each]
         if len(args) <= first:
             raise self._miscounted('late', names, 1)
-        others = (*args[:first], *args[first + 1 :])
-        values = self._values('late', names, others, kwargs, 1)
+        arguments = (*args[:first], *args[first + 1 :])
+        values = self._values('late', names, arguments, kwargs, 1)
         # The part of a fixed parameter's gradient that goes through what is kept is
         # lost. So it has none, whoever differentiates.
         for slot in values.keys() - self._split.changing:
@@ -121,10 +122,10 @@ class Precomputed:
         values.update(zip(self._split.kept, kept, strict=True))
         out = self._run('late', self._split.late, values, self._split.outputs)
         positions = (name for name in names if isinstance(name, int))
-        given = {**dict(zip(positions, others, strict=True)), **kwargs}
+        by_name = {**dict(zip(positions, arguments, strict=True)), **kwargs}
         treedef, writes = self._traced.treedef, self._traced.writes
         written = {write.name for write in writes}
-        holders = {n: self._traced.arguments[n].holders(given[n]) for n in written}
+        holders = {n: self._traced.arguments[n].holders(by_name[n]) for n in written}
         put(writes, holders, out[treedef.num_leaves :])
         return jax.tree.unflatten(treedef, out[: treedef.num_leaves])
 
@@ -140,8 +141,12 @@ class Precomputed:
         return f'<precomputed: keeps {kept or "nothing"}>'
 
     def _run(
-        self, part: str, steps: Sequence[Step], values: dict[int, Any], asked: Any
-    ) -> list[Any]:
+        self,
+        part: str,
+        steps: Sequence[Step],
+        values: dict[int, Array],
+        asked: Sequence[Value],
+    ) -> list[Array]:
         known = {*values, *self._split.constants}
         for step in (*steps, None):
             read = step.read() if step else [x for x in asked if isinstance(x, int)]
@@ -170,7 +175,7 @@ class Precomputed:
         part: str,
         names: Sequence[Name],
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Kwargs,
         kept: int = 0,
     ) -> dict[int, Any]:
         """The inputs of the program that some arguments hold."""
@@ -178,15 +183,15 @@ class Precomputed:
         words = {name for name in names if isinstance(name, str)}
         if len(args) != len(positions) or words != {*kwargs}:
             raise self._miscounted(part, names, kept)
-        given = {**dict(zip(positions, args, strict=True)), **kwargs}
+        by_name = {**dict(zip(positions, args, strict=True)), **kwargs}
         # Errors count as the caller does.
-        others = kept and len(self._traced.own)
-        own: dict[Name, Name] = {
-            name: n + (n >= others) * kept for n, name in enumerate(positions)
+        first = kept and len(self._traced.own)
+        shown: dict[Name, Name] = {
+            name: n + (n >= first) * kept for n, name in enumerate(positions)
         }
-        values: dict[int, Any] = {}
-        for name, arg in given.items():
-            argument = self._traced.arguments[name]._replace(name=own.get(name, name))
+        values: dict[int, Array] = {}
+        for name, arg in by_name.items():
+            argument = self._traced.arguments[name]._replace(name=shown.get(name, name))
             values.update(argument.values(arg, self._split.avals))
         return values
 
@@ -203,7 +208,7 @@ class Precomputed:
 
 def precompute(
     fun: Callable[..., Any],
-    params: Any,
+    params: PyTree,
     *args: Any,
     argnums: int | Sequence[int] = 0,
     wrt: filters.Where | Declared = DECLARED,
@@ -264,13 +269,13 @@ def precompute(
         AbsentLeafError: at the call, when a leaf is ABSENT that is read.
     """
     args = (params, *args)
-    found = traced(fun, args, kwargs, argnums, wrt, each, examples)
-    batch = Batch(found.data) if examples else None
-    parts = split(found.program, found.changes, found.is_data, batch)
-    made = Precomputed(found, parts, batch)
-    says = Report(found, parts, batch)
+    trace = traced(fun, args, kwargs, argnums, wrt, each, examples)
+    batch = Batch(trace.data) if examples else None
+    parts = split(trace.program, trace.changes, trace.is_data, batch)
+    precomputed = Precomputed(trace, parts, batch)
+    says = Report(trace, parts, batch)
     says.check_apart()
     for line in (says.lost(describe(fun)), says.worth(wrt)):
         if line:
             warnings.warn(line, stacklevel=2)
-    return made
+    return precomputed

@@ -8,9 +8,9 @@ from jax.extend.core import Literal
 
 from flax_sg import errors, filters
 from flax_sg.ahead.costs import bytes_of, flops_of
-from flax_sg.ahead.examples import Batch, of_the_batch
+from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
-from flax_sg.ahead.split import Split
+from flax_sg.ahead.split import Split, of_the_batch
 from flax_sg.ahead.traced import Traced
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import makers_of
@@ -25,7 +25,7 @@ _KILOBYTES, _TIMES, _WORTH = 4096, 4, 0.2
 
 
 class Report:
-    """What is said of a split."""
+    """The report on a split: its table and its warnings."""
 
     def __init__(self, traced: Traced, split: Split, batch: Batch | None) -> None:
         self._traced, self._split, self._batch = traced, split, batch
@@ -41,10 +41,10 @@ class Report:
         cells: list[list[str]] = []
         for number in self._split.kept:
             aval, step = self._split.avals[number], makers.get(number)
-            made = (
+            maker = (
                 f'{jaxprs.operation(step.eqn)} at {step.source}' if step else 'an input'
             )
-            cells.append([aval.str_short(), f'{bytes_of(aval):,}', made])
+            cells.append([aval.str_short(), f'{bytes_of(aval):,}', maker])
         if cells:
             lines += [text.table(['kept', 'bytes', 'made by'], cells, ['bytes']), '']
         of_data = f', for {self._data:,} bytes of data' if self._data else ''
@@ -52,11 +52,11 @@ class Report:
             f'{self._share:.1%} of the flops are done once; {self._kept:,} bytes are '
             f'kept{of_data}.'
         )
-        found = self._obstacles
-        lines += map(str, found[:_SHOWN])
-        if len(found) > _SHOWN:
-            lines.append(f'So are {len(found) - _SHOWN} others.')
-        lines += dict.fromkeys(_without_dropout(row) for row in found if row.is_dropout)
+        rows = self._obstacles
+        lines += map(str, rows[:_SHOWN])
+        if len(rows) > _SHOWN:
+            lines.append(f'So are {len(rows) - _SHOWN} others.')
+        lines += dict.fromkeys(_without_dropout(row) for row in rows if row.is_dropout)
         written = self._written()
         lines += [
             f'{name} is written by the function. What is computed once reads the value '
@@ -134,7 +134,7 @@ class Report:
     def _roots(self) -> dict[int, Root]:
         """What the inputs are, and the values in which examples are mixed."""
         mixed = self._batch.mixed if self._batch else {}
-        roots = {number: Root(str(what), 'mix') for number, what in mixed.items()}
+        roots = {number: Root(str(op), 'mix') for number, op in mixed.items()}
         written = {slot for write in self._traced.writes for slot in write.slots}
         for name, argument in self._traced.arguments.items():
             for path, slots in zip(argument.paths, argument.slots, strict=True):
@@ -146,8 +146,8 @@ class Report:
                 roots.update(dict.fromkeys(written & {*slots}, state))
         for step in self._split.late:
             if jaxprs.has_effect(step.eqn):
-                what = Root(f'{jaxprs.operation(step.eqn)} at {step.source}', 'effect')
-                roots.update(dict.fromkeys(step.outs, what))
+                root = Root(f'{jaxprs.operation(step.eqn)} at {step.source}', 'effect')
+                roots.update(dict.fromkeys(step.outs, root))
         return roots
 
     @functools.cached_property
@@ -159,7 +159,7 @@ class Report:
 
         A step writes a value if an output has the same path and shape.
         """
-        split, found = self._split, list[str]()
+        split, paths = self._split, list[str]()
         read = {*split.kept, *(n for step in split.early for n in step.read())}
         for number, root in self._roots.items():
             if not root.path or number not in read:
@@ -169,8 +169,8 @@ class Report:
                     continue
                 is_same = f'/{path}'.endswith(f'/{root.path}')
                 if is_same and split.avals[output].shape == split.avals[number].shape:
-                    found.append(root.path)
-        return [*dict.fromkeys(found)]
+                    paths.append(root.path)
+        return [*dict.fromkeys(paths)]
 
 
 def _without_dropout(row: Obstacle) -> str:

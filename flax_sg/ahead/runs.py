@@ -14,29 +14,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from numpy.typing import NDArray
 
 from flax_sg.ahead.axes import ELEMENTWISE
 from flax_sg.ahead.walk import Walk
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.program import Site, Value, is_in, made_by, run
+from flax_sg.internals.types import Array, Atom, Aval
 
 # Where runs of rows begin and end.
 Bounds: TypeAlias = Sequence[tuple[int, int]]
 
 
 def in_runs(
-    walk: Walk, eqn: Any, read: Sequence[Value], site: Site
+    walk: Walk, eqn: JaxprEqn, read: Sequence[Value], site: Site
 ) -> Sequence[Value] | None:
     """An equation on runs of rows; None if it reads none, or all of them at once."""
     name, params = eqn.primitive.name, eqn.params
     if name == 'concatenate' and params['dimension'] == 0:
         return _joined(walk, eqn, read, site)
     places = [n for n, x in enumerate(read) if isinstance(x, int) and x in walk.runs]
-    found = {_bounds_of(walk, walk.runs[read[n]]) for n in places}
-    if len(found) != 1:
+    bounds_read = {_bounds_of(walk, walk.runs[read[n]]) for n in places}
+    if len(bounds_read) != 1:
         return None
-    [bounds] = found
+    [bounds] = bounds_read
     if name in ELEMENTWISE:
         return _elementwise(walk, eqn, read, places, bounds, site)
     if name == 'slice':
@@ -48,8 +51,8 @@ def in_runs(
     if places[0] < jaxprs.carried_by(eqn).stop:
         return None
     parts = [x for n in places for x in walk.runs[read[n]]]
-    rest = [x for n, x in enumerate(read) if n not in places]
-    return walk.traced(_scans(eqn, places, bounds), [*rest, *parts], Site(eqn, site))
+    whole = [x for n, x in enumerate(read) if n not in places]
+    return walk.traced(_scans(eqn, places, bounds), [*whole, *parts], Site(eqn, site))
 
 
 def _bounds_of(walk: Walk, parts: Sequence[Value]) -> Bounds:
@@ -57,12 +60,12 @@ def _bounds_of(walk: Walk, parts: Sequence[Value]) -> Bounds:
     return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
-def _aval_of(walk: Walk, value: Value) -> Any:
+def _aval_of(walk: Walk, value: Value) -> Aval:
     return value.aval if isinstance(value, Literal) else walk.avals[value]
 
 
 def _joined(
-    walk: Walk, eqn: Any, read: Sequence[Value], site: Site
+    walk: Walk, eqn: JaxprEqn, read: Sequence[Value], site: Site
 ) -> Sequence[Value] | None:
     """Notes what a value is joined of, if a part of it changes."""
     changes = [is_in(x, walk.changing) for x in read]
@@ -75,7 +78,7 @@ def _joined(
 
 def _elementwise(
     walk: Walk,
-    eqn: Any,
+    eqn: JaxprEqn,
     read: Sequence[Value],
     places: Sequence[int],
     bounds: Bounds,
@@ -83,22 +86,22 @@ def _elementwise(
 ) -> Sequence[Value]:
     """The equation on all rows, and on each run by itself."""
     outs = walk.whole(eqn, read, site)
-    has_rows = [n not in places and var.aval.ndim for n, var in enumerate(eqn.invars)]
-    made: list[Sequence[Value]] = []
+    has_rows = [n not in places and type_of(x).ndim for n, x in enumerate(eqn.invars)]
+    outs_of_runs: list[Sequence[Value]] = []
     for k, bound in enumerate(bounds):
         part = [walk.runs[x][k] if n in places else x for n, x in enumerate(read)]
 
-        def on_rows(*values: Any, rows: slice = slice(*bound)) -> Any:
+        def on_rows(*values: Array, rows: slice = slice(*bound)) -> Sequence[Array]:
             pairs = zip(values, has_rows, strict=True)
             return jaxprs.bind(eqn, [x[rows] if cut else x for x, cut in pairs])
 
-        made.append(walk.traced(on_rows, part, Site(eqn, site)))
-    walk.runs.update(zip(outs, zip(*made, strict=True), strict=True))
+        outs_of_runs.append(walk.traced(on_rows, part, Site(eqn, site)))
+    walk.runs.update(zip(outs, zip(*outs_of_runs, strict=True), strict=True))
     return outs
 
 
 def _sliced(
-    walk: Walk, eqn: Any, value: Any, bounds: Bounds, site: Site
+    walk: Walk, eqn: JaxprEqn, value: Value, bounds: Bounds, site: Site
 ) -> Sequence[Value] | None:
     """Rows that are all in one run, of that run."""
     params = eqn.params
@@ -113,12 +116,14 @@ def _sliced(
     return None
 
 
-def _scans(eqn: Any, places: Sequence[int], bounds: Bounds) -> Callable[..., list[Any]]:
+def _scans(
+    eqn: JaxprEqn, places: Sequence[int], bounds: Bounds
+) -> Callable[..., list[Array]]:
     """A function that runs the turns of a scan in several scans."""
     params, carried = eqn.params, jaxprs.carried_by(eqn)
     body, reverse = params['jaxpr'], params['reverse']
 
-    def scans(*values: Any) -> list[Any]:
+    def scans(*values: Array) -> list[Array]:
         operands = [*values[: len(eqn.invars) - len(places)]]
         parts = iter(values[len(operands) :])
         for n in places:
@@ -126,18 +131,18 @@ def _scans(eqn: Any, places: Sequence[int], bounds: Bounds) -> Callable[..., lis
         consts, xs = operands[: carried.start], operands[carried.stop :]
         carry = operands[carried.start : carried.stop]
 
-        def turn(carry: Sequence[Any], row: Sequence[Any]) -> Any:
+        def turn(carry: Sequence[Array], row: Sequence[Array]) -> Any:
             out = jaxpr_as_fun(body)(*consts, *carry, *row)
             return out[: len(carry)], out[len(carry) :]
 
-        made: list[Any] = []
+        ys_of_runs: list[Any] = []
         runs = [*enumerate(bounds)]
         for k, (start, stop) in runs[::-1] if reverse else runs:
             rows = [x[k] if isinstance(x, list) else x[start:stop] for x in xs]
             options = stop - start, reverse, params['unroll']
             carry, ys = jax.lax.scan(turn, [*carry], rows, *options)
-            made.append(ys)
-        stacked = zip(*(made[::-1] if reverse else made), strict=True)
+            ys_of_runs.append(ys)
+        stacked = zip(*(ys_of_runs[::-1] if reverse else ys_of_runs), strict=True)
         return [*carry, *map(jnp.concatenate, stacked)]
 
     return scans
@@ -145,7 +150,7 @@ def _scans(eqn: Any, places: Sequence[int], bounds: Bounds) -> Callable[..., lis
 
 def _by_index(
     walk: Walk,
-    eqn: Any,
+    eqn: JaxprEqn,
     read: Sequence[Value],
     places: Sequence[int],
     bounds: Bounds,
@@ -172,7 +177,7 @@ def _by_index(
             if is_inside and not is_in(part, walk.changing):
                 ends = start, size - stop
 
-                def padded(x: Any, ends: Any = ends) -> list[Any]:
+                def padded(x: Array, ends: tuple[int, int] = ends) -> list[Array]:
                     return [jnp.pad(x, [ends] + [(0, 0)] * (x.ndim - 1))]
 
                 [read[n]] = walk.traced(padded, [part], Site(eqn, site))
@@ -181,34 +186,34 @@ def _by_index(
     return walk.whole(eqn, read, site) if is_fixed else None
 
 
-def _reads_rows(jaxpr: Any, stack: Any, index: Any) -> bool:
+def _reads_rows(jaxpr: Jaxpr, stack: Atom, index: Atom) -> bool:
     """Whether a jaxpr reads a stack by rows alone, at one index."""
     for eqn in jaxpr.eqns:
-        found = [n for n, x in enumerate(eqn.invars) if x is stack]
-        at = [n for n, x in enumerate(eqn.invars) if x is index]
+        stacks = [n for n, x in enumerate(eqn.invars) if x is stack]
+        indices = [n for n, x in enumerate(eqn.invars) if x is index]
         is_call = eqn.primitive.name in (*jaxprs.JITTED, *jaxprs.CHECKPOINTS)
-        if eqn.primitive.name == 'dynamic_slice' and found:
-            if (found, at) != ([0], [1]) or eqn.params['slice_sizes'][0] != 1:
+        if eqn.primitive.name == 'dynamic_slice' and stacks:
+            if (stacks, indices) != ([0], [1]) or eqn.params['slice_sizes'][0] != 1:
                 return False
-        elif found and not (is_call and len(found) == 1):
+        elif stacks and not (is_call and len(stacks) == 1):
             return False
-        elif found:
+        elif stacks:
             body = jaxprs.body_of(eqn)
-            places = [(body.invars[found[0]], body.invars[k]) for k in at]
+            places = [(body.invars[stacks[0]], body.invars[k]) for k in indices]
             if not any(_reads_rows(body, *place) for place in places):
                 return False
     return not any(x is stack for x in jaxpr.outvars)
 
 
-def _known(walk: Walk, value: Value) -> Any:
+def _known(walk: Walk, value: Value) -> NDArray[Any] | None:
     """A value that is made of constants alone, as NumPy has it; None for others."""
     if isinstance(value, Literal):
         return np.asarray(value.val)
     steps = made_by(walk.steps, [value], known=walk.constants)
-    made = {n for step in steps for n in step.outs}
-    read = {value, *(n for step in steps for n in step.read())} - made
-    given = {n: walk.constants.get(n) for n in read}
-    if any(x is None or isinstance(x, Tracer) for x in given.values()):
+    computed = {n for step in steps for n in step.outs}
+    read = {value, *(n for step in steps for n in step.read())} - computed
+    constants = {n: walk.constants.get(n) for n in read}
+    if any(x is None or isinstance(x, Tracer) for x in constants.values()):
         return None
     with jax.ensure_compile_time_eval():
-        return np.asarray(run(steps, given, [value])[0])
+        return np.asarray(run(steps, constants, [value])[0])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from flax_sg import errors
 from flax_sg.ahead import bodies, runs
 from flax_sg.ahead.costs import bytes_of, is_cheap
 from flax_sg.ahead.cut import cheapest_cut
-from flax_sg.ahead.examples import Batch
+from flax_sg.ahead.examples import Batch, Examples
 from flax_sg.ahead.walk import Walk
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Site, Step, Value, made_by, numbers_in
+from flax_sg.internals.types import Array, Aval
 
 # More bytes than anything has.
 _NEVER = 1 << 60
@@ -37,8 +41,8 @@ class Split(NamedTuple):
     late: list[Step]
     kept: list[int]
     outputs: list[Value]
-    avals: list[Any]
-    constants: dict[int, Any]
+    avals: list[Aval]
+    constants: dict[int, Array]
     steps: list[Step]
     changing: set[int]
     once: set[int]
@@ -46,7 +50,7 @@ class Split(NamedTuple):
 
 
 def split(
-    program: Any,
+    program: ClosedJaxpr,
     changes: Sequence[bool],
     is_data: Sequence[bool],
     batch: Batch | None = None,
@@ -75,25 +79,25 @@ def split(
     live = _needed(at_each_step, outputs)
     ends = [*numbers_in(outputs), *(x for step in live for x in step.read())]
     # What late makes of parameters and constants: for each value the parameters.
-    own: dict[int, frozenset[int]] = dict.fromkeys(walk.constants, frozenset())
-    own.update({n: frozenset((n,)) for n in inputs if n not in changing | data})
+    roots: dict[int, frozenset[int]] = dict.fromkeys(walk.constants, frozenset())
+    roots.update({n: frozenset((n,)) for n in inputs if n not in changing | data})
     for step in fixed:
         read = step.read()
-        is_made = is_cheap(step.eqn) or _is_unpacked(step, own)
+        is_made = is_cheap(step.eqn) or _is_unpacked(step, roots)
         is_made = is_made or (batch is not None and data.isdisjoint(read))
-        if is_made and all(x in own for x in read):
-            roots = frozenset[int]().union(*(own[x] for x in read))
-            own.update(dict.fromkeys(step.outs, roots))
-    there = frozenset[int]().union(*(own[x] for x in ends if x in own))
+        if is_made and all(x in roots for x in read):
+            of_read = frozenset[int]().union(*(roots[x] for x in read))
+            roots.update(dict.fromkeys(step.outs, of_read))
+    read_anyway = frozenset[int]().union(*(roots[x] for x in ends if x in roots))
     # What late can make again, if no other parameter is read for it: and of what.
     makers: dict[int, list[int]] = {}
     for step in fixed:
         read = step.read()
-        is_free = all(own.get(x, there) <= there for x in read)
+        is_free = all(roots.get(x, read_anyway) <= read_anyway for x in read)
         if is_free and (is_cheap(step.eqn) or _is_looked_up(step.eqn)):
-            of_kept = [x for x in dict.fromkeys(read) if x not in own]
+            of_kept = [x for x in dict.fromkeys(read) if x not in roots]
             makers.update(dict.fromkeys(step.outs, of_kept))
-    once = {n for n in range(len(walk.avals)) if n not in own and n not in changing}
+    once = {n for n in range(len(walk.avals)) if n not in roots and n not in changing}
     sizes = {
         n: bytes_of(walk.avals[n]) if batch is None or batch.can_be_kept(n) else _NEVER
         for n in once
@@ -115,15 +119,42 @@ def _needed(at_each_step: Sequence[Step], outputs: Iterable[Value]) -> list[Step
     return live[::-1]
 
 
-def _is_looked_up(eqn: Any) -> bool:
+def _is_looked_up(eqn: JaxprEqn) -> bool:
     """Whether rows of a table are larger than the indices that name them."""
     if eqn.primitive.name != 'gather':
         return False
     return bytes_of(eqn.invars[1].aval) < bytes_of(eqn.outvars[0].aval)
 
 
-def _is_unpacked(step: Step, own: dict[int, frozenset[int]]) -> bool:
+def _is_unpacked(step: Step, roots: dict[int, frozenset[int]]) -> bool:
     """Whether a table is read by parameters: weights are made of their codes."""
     if step.name != 'gather':
         return False
-    return any(own.get(n) for n in numbers_in(step.ins[1:2]))
+    return any(roots.get(n) for n in numbers_in(step.ins[1:2]))
+
+
+def of_the_batch(parts: Split, inputs: Mapping[int, tuple[str, Aval]]) -> str:
+    """Says that rows of what is kept are not single examples; empty if they may be.
+
+    Args:
+        parts: a program that was split without looking at examples.
+        inputs: the data of a batch, as for ``Batch``.
+    """
+    whole = 'If the data are a batch, what is kept belongs to all of it'
+    advice = 'For rows of single examples, write examples=True.'
+    arrays = {n: named for n, named in inputs.items() if named[1].shape}
+    if not arrays:
+        return ''
+    try:
+        batch = Batch(arrays)
+    except errors.ArgumentTypeError:
+        return f'{whole}. {advice}'
+    mixed = next(filter(None, map(batch.mixed_in, parts.early)), [])
+    if mixed:
+        return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
+    rows = [
+        batch.places.get(n) == Examples() and parts.avals[n].shape[0] == batch.count
+        for n in parts.kept
+        if n in parts.data
+    ]
+    return '' if all(rows) else f'{whole}. {advice}'

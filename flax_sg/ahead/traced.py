@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
+from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
 from flax_sg.ahead.arguments import (
@@ -25,6 +26,7 @@ from flax_sg.ahead.arguments import (
 from flax_sg.ahead.numbers import agrees
 from flax_sg.ahead.writes import Watch, Write, changed_by
 from flax_sg.filters.paths import Path
+from flax_sg.internals.types import Array, Aval, Kwargs, TreeDef
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import Declared, chosen
 
@@ -39,9 +41,9 @@ class Traced(NamedTuple):
         program: from the arrays of the arguments to those that are asked for: what the
             function returns, and what it writes.
         arguments: the arguments, by their names.
-        own: those that hold parameters, with the paths of their leaves.
+        own: the arguments that hold parameters, with the paths of their leaves.
         has_positions: whether these paths begin with the position of the argument.
-        each: those that change besides.
+        each: the other arguments that change.
         changes: for each input of the program whether it changes from step to step.
         treedef: the structure of what is returned.
         outputs: the path of each output; empty for what is written.
@@ -49,13 +51,13 @@ class Traced(NamedTuple):
         lost: other arguments that the function writes to.
     """
 
-    program: Any
+    program: ClosedJaxpr
     arguments: dict[Name, Argument]
     own: dict[int, list[Path]]
     has_positions: bool
     each: tuple[Name, ...]
     changes: list[bool]
-    treedef: Any
+    treedef: TreeDef
     outputs: list[str]
     writes: list[Write]
     lost: list[Name]
@@ -67,7 +69,7 @@ class Traced(NamedTuple):
         return [n not in own for n in range(len(self.changes))]
 
     @property
-    def data(self) -> dict[int, tuple[str, Any]]:
+    def data(self) -> dict[int, tuple[str, Aval]]:
         """For each input that is data, by its number, its name and its type."""
         return {
             slot: (argument.at(number), self.program.in_avals[slot])
@@ -81,7 +83,7 @@ class Traced(NamedTuple):
 def traced(
     fun: Callable[..., Any],
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     argnums: int | Sequence[int],
     wrt: filters.Where | Declared,
     each: Name | Sequence[Name],
@@ -101,8 +103,10 @@ def traced(
     }
     form: list[Any] = []
 
-    def trace(constants: Collection[_Place]) -> tuple[Any, dict[Name, Argument]]:
-        inputs: list[Any] = []
+    def trace(
+        constants: Collection[_Place],
+    ) -> tuple[ClosedJaxpr, dict[Name, Argument]]:
+        inputs: list[Array] = []
         arguments = {
             name: Argument.of(
                 *(name, words.get(name, ''), tree, inputs),
@@ -112,16 +116,16 @@ def traced(
             for name, tree in trees.items()
         }
 
-        def of_arrays(arrays: list[Any]) -> list[Any]:
-            given = {n: arguments[n].restored(trees[n], arrays) for n in trees}
-            watches = [Watch(arguments[n], arg) for n, arg in given.items()]
-            named = {name: given.pop(name) for name in kwargs}
-            out = run(*given.values(), **named)
+        def of_arrays(arrays: list[Array]) -> list[Array]:
+            restored = {n: arguments[n].restored(trees[n], arrays) for n in trees}
+            watches = [Watch(arguments[n], arg) for n, arg in restored.items()]
+            named = {name: restored.pop(name) for name in kwargs}
+            out = run(*restored.values(), **named)
             pairs, treedef = jax.tree_util.tree_flatten_with_path(out)
-            found = [pair for watch in watches for pair in watch.writes()]
+            written = [pair for watch in watches for pair in watch.writes()]
             paths = [str(path_of(keys)) for keys, _ in pairs]
-            form[:] = treedef, paths, [write for write, _ in found]
-            return [leaf for _, leaf in pairs] + [x for _, new in found for x in new]
+            form[:] = treedef, paths, [write for write, _ in written]
+            return [leaf for _, leaf in pairs] + [x for _, new in written for x in new]
 
         try:
             return jax.make_jaxpr(of_arrays)(inputs), arguments
@@ -137,8 +141,8 @@ def traced(
     # The rows of examples hold no number.
     values = {at: trees[at[0]].values[at[1]] for at in numbers}
     program, arguments = trace(numbers) if examples else _with_numbers(trace, values)
-    treedef, outputs, found = form
-    changed = changed_by(program, found, len(outputs))
+    treedef, outputs, writes = form
+    changed = changed_by(program, writes, len(outputs))
     lost = [write.name for write, _ in changed if write.name not in (*own, *changing)]
     changed = [row for row in changed if row[0].name not in lost]
     asked = [*range(len(outputs)), *(n for _, places in changed for n in places)]
@@ -181,8 +185,8 @@ def _with_numbers(
             }
             return (program, arguments) if agrees(program, fixed, slots) else None
 
-    if found := agreed(()):
-        return found
+    if as_inputs := agreed(()):
+        return as_inputs
     constants = [*numbers]
     for number in numbers:
         fewer = [x for x in constants if x != number]
@@ -205,7 +209,7 @@ def _unbound(error: NameError) -> Exception:
 
 def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
     """For each leaf of which some rows are trained the runs of its rows."""
-    found: dict[int, list[Run]] = {}
+    runs_of: dict[int, list[Run]] = {}
     for n, (take, (path, leaf)) in enumerate(zip(takes, tree, strict=True)):
         shape = jnp.shape(leaf) if isinstance(take, filters.Part) else ()
         mask = None
@@ -217,5 +221,5 @@ def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
         ends = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
         if len(ends) > 2:
             pairs = itertools.pairwise(ends)
-            found[n] = [Run(start, stop, bool(rows[start])) for start, stop in pairs]
-    return found
+            runs_of[n] = [Run(start, stop, bool(rows[start])) for start, stop in pairs]
+    return runs_of

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from flax_sg.ahead.examples import Batch
 from flax_sg.internals import jaxprs
 from flax_sg.internals.equal import identity_of
 from flax_sg.internals.program import Program, Site, Step, Value, is_in
+from flax_sg.internals.types import Array
 
 # Adds the parts of an equation to a walk, and returns the outputs; None if the equation
 # has to stay whole. It is called with the walk, the equation, what it reads, and where
@@ -44,14 +45,14 @@ class Walk(Program):
         """
         super().__init__()
         self._rules, self.batch = rules, batch
-        self.constants = dict[int, Any]()
+        self.constants = dict[int, Array]()
         self.changing, self.data = set[int](), set[int]()
         self.runs: dict[Value, Sequence[Value]] = {}
         # The numbers of constants by their id, and what fixed steps have made.
         self._numbers = dict[int, int]()
-        self._made = dict[Any, Sequence[int]]()
+        self._made = dict[Hashable, Sequence[int]]()
 
-    def constant(self, var: Any, value: Any) -> Value:
+    def constant(self, var: Var, value: Array) -> Value:
         """The value of a constant: one of each array."""
         if id(value) not in self._numbers:
             number = self._numbers[id(value)] = self.new(var.aval)

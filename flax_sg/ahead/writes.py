@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from flax_sg.ahead.arguments import Argument, Name
 from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import type_of
+from flax_sg.internals.types import AnyJaxpr, Atom, PyTree, TreeDef
 from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import leaves_of
 
@@ -32,11 +34,11 @@ class Write(NamedTuple):
     name: Name
     numbers: list[int]
     slots: list[int]
-    treedef: Any
+    treedef: TreeDef
 
 
 def changed_by(
-    program: Any, writes: Sequence[Write], first: int
+    program: ClosedJaxpr, writes: Sequence[Write], first: int
 ) -> list[tuple[Write, range]]:
     """The writes that change something, and which outputs of the program they are.
 
@@ -58,25 +60,27 @@ def changed_by(
     return changed
 
 
-def handed_through(jaxpr: Any) -> list[int | None]:
+def handed_through(jaxpr: AnyJaxpr) -> list[int | None]:
     """For each output of a jaxpr the input that it is, as it came; None for others."""
     jaxpr = jaxprs.opened(jaxpr)
     inputs: dict[Any, int | None] = {var: n for n, var in enumerate(jaxpr.invars)}
 
-    def input_of(atom: Any) -> int | None:
+    def input_of(atom: Atom) -> int | None:
         return None if isinstance(atom, Literal) else inputs.get(atom)
 
     for eqn in jaxpr.eqns:
         bodies = jaxprs.Bodies.of(eqn)
         rows = zip(*map(handed_through, bodies.jaxprs), strict=True)
-        for k, (number, *others) in enumerate(rows):
-            if number is None or any(other != number for other in others):
+        for k, (number, *numbers) in enumerate(rows):
+            if number is None or any(n != number for n in numbers):
                 continue
             # A loop carries a value at its place, and stacks what it has scanned.
             place, carried = bodies.first + number, bodies.carry[k : k + 1]
             is_same = place in carried if carried else place >= bodies.carry.stop
             read, var = eqn.invars[place], eqn.outvars[k]
-            if is_same and read.aval.shape == var.aval.shape:  # The map of shards.
+            if (
+                is_same and type_of(read).shape == type_of(var).shape
+            ):  # The map of shards.
                 inputs[var] = input_of(read)
     return [*map(input_of, jaxpr.outvars)]
 
@@ -104,10 +108,10 @@ def put(
 class Watch:
     """Looks at the Variables of an argument before a function runs, and after it."""
 
-    def __init__(self, argument: Argument, given: Any) -> None:
-        self._argument, self._given = argument, given
+    def __init__(self, argument: Argument, value: PyTree) -> None:
+        self._argument, self._value = argument, value
         variables: dict[int, tuple[Any, list[int]]] = {}
-        for number, holder in enumerate(argument.holders(given)):
+        for number, holder in enumerate(argument.holders(value)):
             if is_variable(holder):
                 variables.setdefault(id(holder), (holder, []))[1].append(number)
         self._rows = [
@@ -121,8 +125,8 @@ class Watch:
         Another Variable in the place of one is a write, too. New ones, such as what a
         module sows, are left out.
         """
-        is_same = leaves_of(self._given).treedef == self._argument.treedef
-        holders = self._argument.holders(self._given) if is_same else []
+        is_same = leaves_of(self._value).treedef == self._argument.treedef
+        holders = self._argument.holders(self._value) if is_same else []
         for variable, numbers, before in self._rows:
             now = holders[numbers[0]] if is_same else variable
             arrays, treedef = jax.tree.flatten(now)

@@ -73,7 +73,7 @@ class Split(NamedTuple):
         Args:
             absent: what stands in the trees for the other leaves.
         """
-        others = [
+        of_trees = [
             (
                 tree.form,
                 [*map(functools.partial(_other, absent), decisions, tree.values)],
@@ -85,7 +85,7 @@ class Split(NamedTuple):
             new = iter(gradients)
             return tuple(
                 form(next(new) if other is None else other() for other in of_tree)
-                for form, of_tree in others
+                for form, of_tree in of_trees
             )
 
         return filled
@@ -101,7 +101,9 @@ def _other(absent: str, decision: Decision, leaf: Leaf) -> Callable[[], Any] | N
     return lambda: None if absent == 'none' else ABSENT
 
 
-def check(fun: Any, wrt: Where, absent: str, unused: str) -> filters.Filter | Declared:
+def check(
+    fun: object, wrt: Where, absent: str, unused: str
+) -> filters.Filter | Declared:
     """Raises if the options of a gradient call mean nothing; returns the filter.
 
     Args:

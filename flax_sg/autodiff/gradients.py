@@ -12,6 +12,7 @@ from jax.tree_util import Partial
 from flax_sg.autodiff import unfed, writes
 from flax_sg.autodiff.arguments import Split, Where, check, no_others
 from flax_sg.filters.predicates import describe
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import arguments_of, leaves_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
@@ -84,7 +85,7 @@ def value_and_grad(
         watched = fun if has_aux else writes.watched(fun)
 
         @functools.wraps(fun, updated=())
-        def fun_of_live(live: Sequence[Any]) -> Any:
+        def fun_of_live(live: Sequence[Any]) -> PyTree:
             nonlocal is_off
             live = live if judged is None else unfed.watched(live, fed)
             new = dict(zip(trees, split.join(live), strict=True))
@@ -140,7 +141,7 @@ def grad(
 
 def vjp(
     fun: Callable[..., Any],
-    *primals: Any,
+    *primals: PyTree,
     wrt: Where = DECLARED,
     absent: str = 'drop',
     has_aux: bool = False,
@@ -206,7 +207,7 @@ def vjp(
     watched = fun if has_aux else writes.watched(fun)
 
     @functools.wraps(fun, updated=())
-    def fun_of_live(live: Sequence[Any]) -> Any:
+    def fun_of_live(live: Sequence[Any]) -> PyTree:
         return watched(*split.join(live))
 
     live = [leaf for _, leaf in split.live]
@@ -215,5 +216,7 @@ def vjp(
     return (y, Partial(functools.partial(_pulled, split.form(absent)), back), *aux)
 
 
-def _pulled(form: Callable[..., Any], back: Any, *cotangents: Any) -> Any:
+def _pulled(
+    form: Callable[..., Any], back: Callable[..., PyTree], *cotangents: PyTree
+) -> Any:
     return form(back(*cotangents)[0])

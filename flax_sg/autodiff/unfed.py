@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from flax_sg import filters
 from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.types import PyTree
 
 
 def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
@@ -32,9 +33,9 @@ def watched(live: Sequence[Any], fed: set[int]) -> list[Any]:
         return [leaf.value for leaf in leaves], None
 
     def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
-        found = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        fed.update(n for n, ct in enumerate(found) if ct is not None)
-        return (found,)
+        gradients = [None if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+        fed.update(n for n, ct in enumerate(gradients) if ct is not None)
+        return (gradients,)
 
     identity.defvjp(forward, backward, symbolic_zeros=True)
     return identity(list(live))
@@ -66,7 +67,7 @@ def warn(fun: str, where: filters.Filter, live: Sequence[Path], fed: set[int]) -
             )
 
 
-def is_switched_off(out: Any) -> bool:
+def is_switched_off(out: PyTree) -> bool:
     """Whether a function returned a number of Python or NumPy, as ``return 0.0`` does.
 
     So does a loss that is switched off: no filter is to blame for it. What JAX has

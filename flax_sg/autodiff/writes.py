@@ -17,6 +17,7 @@ import jax
 from flax_sg.filters.predicates import describe
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.trees.leaves import leaves_of
 
 
@@ -43,7 +44,7 @@ def watched(fun: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _values(args: Any) -> list[Any]:
+def _values(args: PyTree) -> list[Leaf]:
     """The leaves of all models of NNX in some arguments."""
     nodes = jax.tree.leaves(args, is_leaf=is_nnx_model)
     return [x for node in nodes if is_nnx_model(node) for x in leaves_of(node).values]

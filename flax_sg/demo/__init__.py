@@ -29,6 +29,7 @@ import optax
 from flax_sg import linen as nn
 from flax_sg.demo import data
 from flax_sg.flow import gradient_flow
+from flax_sg.internals.types import Array, PyTree, Scalar
 
 Params = Mapping[str, Any]
 
@@ -208,7 +209,7 @@ def initial(model: DigitModel) -> Params:
 
 
 def losses(
-    model: DigitModel, params: Params, images: Any, labels: Any, key: jax.Array
+    model: DigitModel, params: Params, images: Array, labels: Array, key: jax.Array
 ) -> Any:
     """Calls ``model.infer`` and returns its losses; ``key`` seeds the sampler."""
     args = {'params': params}, images, labels
@@ -222,12 +223,12 @@ def train(model: DigitModel, params: Params, digits: data.Digits, steps: int) ->
     """
     tx = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
 
-    def step(state: Any, batch: Any) -> tuple[Any, None]:
+    def step(state: PyTree, batch: PyTree) -> tuple[Any, None]:
         params, opt_state = state
         images, labels, count = batch
         key = jax.random.fold_in(jax.random.key(3), count)
 
-        def total(params: Params) -> Any:
+        def total(params: Params) -> Scalar:
             return sum(losses(model, params, images, labels, key))
 
         updates, opt_state = tx.update(jax.grad(total)(params), opt_state, params)

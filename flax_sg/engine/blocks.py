@@ -17,6 +17,7 @@ from flax_sg.engine.roots import Root, Tree
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing, versions
 from flax_sg.internals.places import Place
+from flax_sg.internals.types import Level
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Facts
@@ -68,7 +69,7 @@ class Block:
     asker: numbers.Asker
     lease: numbers.Lease
     depth: int
-    level: Any
+    level: Level
     kept_trace: Any
     place: Place
     decisions: dict[Facts, Decided] = field(default_factory=dict)
@@ -186,15 +187,15 @@ def active() -> tuple[Block, ...]:
 
 def remove(block: Block) -> None:
     """Removes a block from this thread, even if an exception left it half open."""
-    rest = tuple(other for other in thread.blocks if other is not block)
-    for index, other in enumerate(rest):
+    remaining = tuple(other for other in thread.blocks if other is not block)
+    for index, other in enumerate(remaining):
         if block in other.outer:
             # ``other`` opened inside ``block``, so traces under its number depend on
             # ``block``: it gets a fresh number.
             other.lease.give_back()
-            other.outer = rest[:index]
+            other.outer = remaining[:index]
             other.lease = numbers.unknown(other.asker, other.lease)
-    thread.set_blocks(rest)
+    thread.set_blocks(remaining)
     block.forget_roots()
     block.is_open = False
     block.lease.give_back()

@@ -36,7 +36,7 @@ _PLAIN = frozenset({str, bytes, int, bool, type(None)})
 MOST, MOST_OF_ITERATORS = 20_000, 1_000_000
 
 
-def may_hold(value: Any, classes: tuple[type, ...], most: int = MOST) -> bool:
+def may_hold(value: object, classes: tuple[type, ...], most: int = MOST) -> bool:
     """Whether an object of some types is reached, or the search gives up.
 
     Args:
@@ -57,7 +57,7 @@ def may_hold(value: Any, classes: tuple[type, ...], most: int = MOST) -> bool:
     return False
 
 
-def gives_reads_away(value: Any) -> bool:
+def gives_reads_away(value: object) -> bool:
     """Whether an iterator or coroutine may read variables when somebody uses it.
 
     By then the block in which the iterator was made has closed. An iterator over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from flax.core import meta
@@ -22,13 +22,14 @@ from flax_sg.engine import (
     writes,
 )
 from flax_sg.internals import modules, patching
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.variables import MISSING
 
 # The functions of Flax and JAX that the hooks stand on, by their names.
 _original = patching.originals
 
 
-def _get_variable(self: Scope, col: str, name: str, default: Any = None) -> Any:
+def _get_variable(self: Scope, col: str, name: str, default: PyTree = None) -> PyTree:
     open_blocks = blocks.active()
     if not open_blocks:
         return _original['get_variable'](self, col, name, default)
@@ -39,7 +40,7 @@ def _get_variable(self: Scope, col: str, name: str, default: Any = None) -> Any:
     return views.view(blocks.root_of(self), open_blocks, key, value)
 
 
-def _variables(self: Scope) -> Any:
+def _variables(self: Scope) -> Mapping[str, PyTree]:
     variables = _original['variables'](self)
     open_blocks = blocks.active()
     if not open_blocks:
@@ -53,8 +54,13 @@ def _variables(self: Scope) -> Any:
 
 
 def _param(
-    self: Scope, name: str, init_fn: Any, *args: Any, unbox: bool = True, **kw: Any
-) -> Any:
+    self: Scope,
+    name: str,
+    init_fn: Callable[..., PyTree],
+    *args: Any,
+    unbox: bool = True,
+    **kw: Any,
+) -> PyTree:
     open_blocks = blocks.thread.blocks
     if not open_blocks:
         return _original['param'](self, name, init_fn, *args, unbox=unbox, **kw)
@@ -69,7 +75,7 @@ def _param(
     return meta.unbox(value) if unbox else value
 
 
-def _put_variable(self: Scope, col: str, name: str, value: Any) -> None:
+def _put_variable(self: Scope, col: str, name: str, value: PyTree) -> None:
     open_blocks = blocks.active()
     if open_blocks:
         key = (col, (*self.path, name))

@@ -190,7 +190,7 @@ def _idle(block: Block) -> list[filters.Filter]:
 
 
 def _may_be_idle(where: filters.Filter) -> bool:
-    """Whether it is no mistake if a filter selects nothing that was read."""
+    """Whether a filter may select nothing that was read."""
     return not where.atoms or where.may_be_empty
 
 

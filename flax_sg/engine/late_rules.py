@@ -34,7 +34,7 @@ def hook_for(name: str) -> Callable[..., Any]:
         ):
             self, applies = _copy(self), tuple(blocks.thread.applies)
 
-            def resuming(rule: Any) -> Any:
+            def resuming(rule: object) -> Any:
                 is_rule = callable(rule)
                 return _resuming(rule, open_blocks, applies) if is_rule else rule
 
@@ -49,7 +49,7 @@ def hook_for(name: str) -> Callable[..., Any]:
     return hook
 
 
-def _copy(function: Any) -> Any:
+def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
     # Not ``copy.copy``: these classes cannot be made without their arguments.
     out = object.__new__(type(function))
     vars(out).update(vars(function))
@@ -68,7 +68,7 @@ def _of_jax(function: Any, rules: Iterable[Any]) -> bool:
     return _is_in(fn, 'jax.') and is_plain and own_rules
 
 
-def _is_in(fn: Any, package: str) -> bool:
+def _is_in(fn: Callable[..., Any], package: str) -> bool:
     return (getattr(fn, '__module__', None) or '').startswith(package)
 
 

@@ -9,6 +9,7 @@ from flax.core.scope import Scope, intersect_filters, is_filter_empty
 
 from flax_sg.engine import blocks, roots, selection, views
 from flax_sg.internals import core_scopes
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.variables import Key, iter_variables, map_variables
 
 
@@ -65,7 +66,7 @@ class LiftedScope:
             for col, tree in group.items()
         }
 
-    def _published(self, key: Key, value: Any) -> Any:
+    def _published(self, key: Key, value: PyTree) -> PyTree:
         if self.selected_by(key, self.root) is None:
             return value
         if self._is_as_written():
@@ -113,7 +114,7 @@ class LiftedScope:
         return not is_filter_empty(shared)
 
 
-def _with_sown(stored: Any, value: Any) -> Any:
+def _with_sown(stored: PyTree, value: PyTree) -> PyTree:
     """A stored variable with what a body has sown.
 
     ``sow`` appends to a tuple, which begins with entries as the body saw them. What a

@@ -7,7 +7,7 @@ no Python. So what a trace depends on, and what it did, are pytree nodes without
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -23,7 +23,7 @@ _NAME = '\0flax_sg'  # A name that no user gives to a collection.
 class _Mark:
     """Facts, as a part of the structure of a pytree: all that JAX compares."""
 
-    facts: Any
+    facts: Hashable
 
 
 def map_groups(fn: Callable[[int, dict[str, Any]], Any], groups: Groups) -> Groups:
@@ -34,12 +34,12 @@ def map_groups(fn: Callable[[int, dict[str, Any]], Any], groups: Groups) -> Grou
     )
 
 
-def added(groups: Groups, facts: Any) -> Groups:
+def added(groups: Groups, facts: Hashable) -> Groups:
     """The groups with facts; as they are, if no scope is there to carry facts."""
     if not (groups and groups[0]):
         return groups
-    first, *rest = groups[0]
-    return (({**first, _NAME: _Mark(facts)}, *rest), *groups[1:])
+    first, *later = groups[0]
+    return (({**first, _NAME: _Mark(facts)}, *later), *groups[1:])
 
 
 def facts_of(groups: Groups) -> Iterator[Any]:

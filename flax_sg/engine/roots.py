@@ -20,6 +20,7 @@ from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
 from flax_sg.internals import core_scopes, tracing
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.variables import Key, LeafKey, leaf_keys
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Handed:
     around: Root | None = None
     stored: dict[Key, Any] = field(default_factory=dict)
 
-    def has(self, key: Key, value: Any) -> bool:
+    def has(self, key: Key, value: PyTree) -> bool:
         """Whether the body starts with ``value``: the rules were applied outside.
 
         ``value`` is a variable or one of its leaves. Only the leaves are compared,
@@ -67,7 +68,7 @@ class Handed:
         begun = {id(leaf) for leaf in jax.tree.leaves(self.values.get(key))}
         return all(id(leaf) in begun for leaf in jax.tree.leaves(value))
 
-    def leaf_keys(self, block: Block, key: Key, value: Any) -> list[LeafKey]:
+    def leaf_keys(self, block: Block, key: Key, value: PyTree) -> list[LeafKey]:
         """The leaves of a variable, as they are stored where a block was opened.
 
         The body of a scan begins with slices, and filters see the shapes of arrays.

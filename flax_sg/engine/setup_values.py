@@ -34,6 +34,8 @@ from flax_sg import errors
 from flax_sg.engine import blocks, contents, selection, views
 from flax_sg.engine.roots import Blocks, Root, carry
 from flax_sg.internals import core_scopes, modules, patching, tracing
+from flax_sg.internals.modules import Module
+from flax_sg.internals.types import Array, BoundModule, PyTree
 from flax_sg.trees.variables import Key
 
 
@@ -48,7 +50,7 @@ class Kept:
         self._cls, self._name = cls, name
         self._before = vars(cls).get(name, _Nothing)
 
-    def __get__(self, module: Any, cls: type) -> Any:
+    def __get__(self, module: Module | None, cls: type) -> Any:
         value = _Nothing if module is None else vars(module).get(self._name, _Nothing)
         if value is not _Nothing:
             return _seen(module, self._name, value) if blocks.active() else value
@@ -58,10 +60,10 @@ class Kept:
         get = getattr(type(self._before), '__get__', None)
         return get(self._before, module, cls) if get else self._before
 
-    def __set__(self, module: Any, value: Any) -> None:
+    def __set__(self, module: Module, value: object) -> None:
         vars(module)[self._name] = value
 
-    def __delete__(self, module: Any) -> None:
+    def __delete__(self, module: Module) -> None:
         if self._name not in vars(module):
             raise AttributeError(self._name)
         del vars(module)[self._name]
@@ -75,7 +77,7 @@ class _Nothing:
     """
 
 
-def _keep(module: Any) -> None:
+def _keep(module: Module) -> None:
     """Puts a ``Kept`` on the class for each attribute that may hold arrays of setup."""
     cls = type(module)
     for name, value in _made_in_setup(module):
@@ -88,14 +90,14 @@ def _keep(module: Any) -> None:
             type.__setattr__(cls, name, Kept(cls, name))
 
 
-def _made_in_setup(module: Any) -> Iterator[tuple[str, Any]]:
+def _made_in_setup(module: Module) -> Iterator[tuple[str, Any]]:
     """Yields the attributes that are neither arguments of a module nor of Flax."""
     for name in vars(module).keys() - _OF_FLAX:
         if not _is_argument(module, name):
             yield name, vars(module)[name]
 
 
-def _is_argument(module: Any, name: str) -> bool:
+def _is_argument(module: Module, name: str) -> bool:
     field = module.__dataclass_fields__.get(name)
     return field is not None and field.init
 
@@ -176,7 +178,7 @@ def _make_plain(viewed: _SetupValues) -> None:
             object.__setattr__(module, name, new)
 
 
-def _seen(module: Any, name: str, value: Any) -> Any:
+def _seen(module: BoundModule, name: str, value: object) -> Any:
     """Returns the value of an attribute that a reader in the open blocks sees."""
     scope = object.__getattribute__(module, 'scope')
     # The ``Kept`` may be that of a base class, whose ``setup`` makes this attribute.
@@ -215,21 +217,21 @@ class _SetupValues:
             and whether that value depends on what the blocks select.
     """
 
-    module: Any
+    module: BoundModule
     root: Root
     blocks: Blocks
     shown: dict[str, tuple[Any, Any, bool]] = dataclasses.field(default_factory=dict)
     _again: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, module: Any, root: Root, open_blocks: Blocks) -> _SetupValues:
+    def of(cls, module: BoundModule, root: Root, open_blocks: Blocks) -> _SetupValues:
         """Returns the values of a module, cached until the innermost block closes."""
         of_block = root.setups.values.setdefault(open_blocks[-1], {})
         if id(module) not in of_block:
             of_block[id(module)] = cls(module, root, open_blocks)
         return of_block[id(module)]
 
-    def convert(self, name: str, value: Any, made_in: Blocks) -> Any:
+    def convert(self, name: str, value: PyTree, made_in: Blocks) -> Any:
         """Converts a value made in blocks ``made_in`` to its value in these blocks."""
         classes = self._may_change(made_in)
         if not contents.may_hold(value, classes):
@@ -257,7 +259,7 @@ class _SetupValues:
         return contents.NUMERIC if is_all else contents.ARRAYS
 
     def _variable_of(
-        self, value: Any, made_in: Blocks, classes: tuple[type, ...]
+        self, value: PyTree, made_in: Blocks, classes: tuple[type, ...]
     ) -> tuple[Key, Any] | None:
         """The key and the stored leaf, if a value surely is one variable.
 
@@ -268,16 +270,16 @@ class _SetupValues:
         stops = bool(self.blocks) and classes is contents.ARRAYS
         if not isinstance(value, contents.ARRAYS if stops else tracing.Tracer):
             return None
-        found = self._candidates(value, made_in) or self._candidates(value, self.blocks)
-        if len(found) != 1:
+        pairs = self._candidates(value, made_in) or self._candidates(value, self.blocks)
+        if len(pairs) != 1:
             return None
         # If variables of other modules share the array, nothing tells which was read.
         # A write may make them share it, so they are counted each time.
         every = jax.tree.leaves(core_scopes.stored(self.module.scope.root))
-        same = map(operator.is_, every, itertools.repeat(found[0][1]))
-        return found[0] if sum(same) == 1 else None
+        same = map(operator.is_, every, itertools.repeat(pairs[0][1]))
+        return pairs[0] if sum(same) == 1 else None
 
-    def _candidates(self, value: Any, made_in: Blocks) -> list[tuple[Key, Any]]:
+    def _candidates(self, value: PyTree, made_in: Blocks) -> list[tuple[Key, Any]]:
         """The keys and stored leaves that a value may be, if these blocks were open.
 
         Another collection may hold the array that a block shows for a parameter. Then
@@ -285,7 +287,7 @@ class _SetupValues:
         """
         scope = self.module.scope
         stored = core_scopes.stored(scope)
-        found: list[tuple[Key, Any]] = []
+        pairs: list[tuple[Key, Any]] = []
         for collection, tree in stored.items():
             for name, variable in tree.items():
                 key = collection, (*scope.path, name)
@@ -293,8 +295,8 @@ class _SetupValues:
                 if not isinstance(variable, Mapping):
                     leaves = jax.tree.leaves(variable)
                     count = sum(other is leaf for other in leaves)
-                    found += [(key, leaf)] * count
-        return found
+                    pairs += [(key, leaf)] * count
+        return pairs
 
     def _made_again(self, name: str, made_in: Blocks) -> dict[str, Any]:
         """What ``setup`` makes in these blocks; empty if they change nothing."""
@@ -306,7 +308,7 @@ class _SetupValues:
         return self._again
 
 
-def _joined(old: Any, new: Any, classes: tuple[type, ...]) -> Any:
+def _joined(old: PyTree, new: PyTree, classes: tuple[type, ...]) -> Any:
     """Combines new arrays of a second ``setup`` run with the first run's modules."""
     if not contents.may_hold(old, classes):
         return old
@@ -322,7 +324,7 @@ def _joined(old: Any, new: Any, classes: tuple[type, ...]) -> Any:
     raise ValueError('it holds a module as well as an array')
 
 
-def _has_untraced(module: Any) -> bool:
+def _has_untraced(module: BoundModule) -> bool:
     """Whether any variable that ``setup`` may have read, in any module, is untraced."""
     leaves = jax.tree_util.tree_leaves(core_scopes.stored(module.scope.root))
     return not all(isinstance(leaf, tracing.Tracer) for leaf in leaves)
@@ -332,7 +334,7 @@ def _has_untraced(module: Any) -> bool:
 
 
 def _run_again(
-    module: Any, name: str, open_blocks: Blocks, made_in: Blocks
+    module: BoundModule, name: str, open_blocks: Blocks, made_in: Blocks
 ) -> dict[str, Any]:
     """Runs a module's ``setup`` on scratch scopes, and returns its attributes.
 
@@ -380,7 +382,7 @@ def _run_again(
     return dict(vars(clone))
 
 
-def make_rng(self: Scope, name: str = 'params') -> Any:
+def make_rng(self: Scope, name: str = 'params') -> Array:
     """The hook for ``Scope.make_rng``: notes why a second run may differ."""
     key, doubts = patching.originals['make_rng'](self, name), blocks.thread.doubts
     if doubts is not None and not blocks.root_of(self).setups.is_new:
@@ -390,7 +392,7 @@ def make_rng(self: Scope, name: str = 'params') -> Any:
     return key
 
 
-def _cannot_see(module: Any, name: str, reason: str) -> errors.BlockError:
+def _cannot_see(module: BoundModule, name: str, reason: str) -> errors.BlockError:
     """Makes the error for a ``setup`` value that cannot be recomputed in a block."""
     path = '/'.join(module.scope.path)
     return errors.BlockError(

@@ -31,7 +31,7 @@ from flax_sg.engine.roots import Root
 from flax_sg.engine.selection import decide, note_all, path_of, selects, wants
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.rules.cotangents import has_to_act
 from flax_sg.rules.rules import LEAF_BY_LEAF, Rewrite
 from flax_sg.trees.leaves import is_differentiable
@@ -63,11 +63,11 @@ class Seen:
         self.last: tuple[Any, Any] = (None, None)
         self._stored: dict[int, tuple[Any, Any]] = {}
 
-    def note(self, leaf: Leaf, viewed: Any) -> None:
+    def note(self, leaf: Leaf, viewed: PyTree) -> None:
         """Notes that a reader sees ``viewed`` instead of ``leaf``."""
         self._stored[id(viewed)] = (viewed, leaf)
 
-    def stored_value(self, value: Any) -> Any:
+    def stored_value(self, value: PyTree) -> PyTree:
         """Returns what to store when a reader writes ``value``."""
         # By position, if nothing was changed: one object may stand for several leaves.
         stored, seen = map(jax.tree.leaves, self.last)
@@ -103,7 +103,7 @@ class _Views:
         return root.views.get(block) or root.views.setdefault(block, cls())
 
 
-def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+def view(root: Root, blocks: Sequence[Block], key: Key, value: PyTree) -> PyTree:
     """Returns what a reader sees instead of a variable or a subtree of variables.
 
     Args:
@@ -125,14 +125,14 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     return map_variables(functools.partial(_view_variable, root, wanted), key, value)
 
 
-def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+def stored(root: Root, blocks: Sequence[Block], key: Key, value: PyTree) -> PyTree:
     """Returns what to store when a reader writes ``value``: the inverse of ``view``.
 
     Read-modify-write (``sow`` appending to a tuple) writes back leaves that the reader
     saw of the same variable. Such leaves are replaced by the stored ones.
     """
 
-    def unviewed(key: Key, value: Any) -> Any:
+    def unviewed(key: Key, value: PyTree) -> PyTree:
         for block in reversed(blocks):
             if block in root.views and key in root.views[block].seen:
                 value = root.views[block].seen[key].stored_value(value)
@@ -141,7 +141,9 @@ def stored(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
     return map_variables(unviewed, key, value) if root.views else value
 
 
-def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) -> Any:
+def _view_variable(
+    root: Root, blocks: Sequence[Block], key: Key, value: PyTree
+) -> PyTree:
     # Filters see an array as it is stored, whatever the outer blocks make of it.
     keys = leaf_keys(key, value)
     for block in blocks:
@@ -159,13 +161,13 @@ def _view_variable(root: Root, blocks: Sequence[Block], key: Key, value: Any) ->
     return value
 
 
-def _is_handed(root: Root, block: Block, key: Key, value: Any) -> bool:
+def _is_handed(root: Root, block: Block, key: Key, value: PyTree) -> bool:
     """Whether a block has rewritten a variable or leaf before a body was handed it."""
     return block in root.handed.covered and root.handed.has(key, value)
 
 
 def _rewritten(
-    root: Root, block: Block, key: Key, asked: Sequence[_Asked], value: Any
+    root: Root, block: Block, key: Key, asked: Sequence[_Asked], value: PyTree
 ) -> Any:
     seen = _Views.of(root, block).seen[key]
     viewed = LEAF_BY_LEAF
@@ -219,20 +221,20 @@ def _view_leaf(
 
 
 def _instead(
-    block: Block, root: Root, key: Key, asked: Sequence[_Asked], value: Any
-) -> Any:
+    block: Block, root: Root, key: Key, asked: Sequence[_Asked], value: PyTree
+) -> PyTree:
     """Returns what a reader in a block sees instead of a whole variable.
 
     Returns:
         The value; ``LEAF_BY_LEAF`` to apply the rule to each leaf alone.
     """
 
-    def find_in(collection: str) -> Any:
+    def find_in(collection: str) -> PyTree:
         for above, variables in root.parts:
             if key[1][: len(above)] == above:
-                found = find(variables, collection, key[1][len(above) :])
-                if found is not MISSING:
-                    return view(root, block.outer, (collection, key[1]), found)
+                variable = find(variables, collection, key[1][len(above) :])
+                if variable is not MISSING:
+                    return view(root, block.outer, (collection, key[1]), variable)
         return MISSING
 
     new = block.rewrite.rule.instead(path_of(block, key), value, find_in)
@@ -246,7 +248,7 @@ def _instead(
     )
 
 
-def _new_leaf(block: Block, root: Root, key: Key, decided: Decided, leaf: Leaf) -> Any:
+def _new_leaf(block: Block, root: Root, key: Key, decided: Decided, leaf: Leaf) -> Leaf:
     """Returns what a reader in a block sees instead of a selected variable's leaf."""
     rule = block.rewrite.rule
     if rule.acts_on != 'cotangents':
@@ -271,7 +273,7 @@ def _seeing_outside(block: Block) -> Any:
     return contextlib.nullcontext()
 
 
-def _applied(block: Block, decided: Decided, leaf: Leaf) -> Any:
+def _applied(block: Block, decided: Decided, leaf: Leaf) -> Leaf:
     """Applies the rule to a leaf, or to the selected part of the leaf."""
     path, decision = decided
     named = contextlib.nullcontext()
@@ -293,7 +295,7 @@ def _begin(block: Block, root: Root, leaves: Sequence[Any]) -> Any:
     return tracing.in_innermost_trace(levels, *used, examples=False)
 
 
-def _joint_leaf(block: Block, root: Root, key: Key, leaf: Leaf) -> Any:
+def _joint_leaf(block: Block, root: Root, key: Key, leaf: Leaf) -> Leaf:
     """Returns what a reader sees instead of a leaf, if all are rewritten together.
 
     These are the leaves that the tree holds when the first of them is read. A variable

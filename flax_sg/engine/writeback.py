@@ -23,6 +23,7 @@ from flax_sg.engine.lifted_scopes import LiftedScope
 from flax_sg.engine.marks import Groups, map_groups
 from flax_sg.internals import core_scopes, lifting, patching
 from flax_sg.internals.places import warn_once
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import is_array
 
 # The index of a lifted scope, a collection, and names below the scope: modules at other
@@ -31,8 +32,8 @@ Sown: TypeAlias = tuple[int, str, tuple[str, ...]]
 
 
 def partial_pack(
-    scope_tree: Any, ins: Any, outs: Any, rngs: Any, name: str | None = None
-) -> Any:
+    scope_tree: PyTree, ins: PyTree, outs: PyTree, rngs: PyTree, name: str | None = None
+) -> tuple[Any, ...]:
     """The hook for ``flax.core.lift._partial_pack``; ``name`` is the transform's."""
     packed = patching.originals['partial_pack'](scope_tree, ins, outs, rngs, name)
     scopes = core_scopes.minimal_scopes(scope_tree)
@@ -60,7 +61,7 @@ class _Lift:
         scope_fn: Callable[..., Any],
         repack_fn: Callable[..., Any],
         variable_groups: Groups,
-        rng_groups: Any,
+        rng_groups: PyTree,
         publish_fn: Callable[..., Any],
     ) -> tuple[Any, ...]:
         """Wraps what ``_partial_pack`` returns, in the order in which Flax uses it."""
@@ -70,7 +71,7 @@ class _Lift:
             self._begin(core_scopes.minimal_scopes(scope_tree))
             return scope_tree
 
-        def ends(scope_tree: Any) -> Any:
+        def ends(scope_tree: PyTree) -> Any:
             sown = _sown_in(core_scopes.minimal_scopes(scope_tree))
             self._note_sown(sown)
             out = repack_fn(scope_tree)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from flax.core.scope import Scope
@@ -11,12 +10,15 @@ from flax.core.scope import Scope
 from flax_sg import errors
 from flax_sg.engine import blocks, selection
 from flax_sg.engine.roots import Root
+from flax_sg.filters.paths import Path
 from flax_sg.internals import core_scopes, modules
+from flax_sg.internals.types import PyTree
+from flax_sg.rules.rules import Rewrite
 from flax_sg.trees.variables import MISSING, Key, find, iter_variables, leaf_keys
 
 
 def check(
-    scope: Scope, open_blocks: Sequence[blocks.Block], key: Key, value: Any
+    scope: Scope, open_blocks: Sequence[blocks.Block], key: Key, value: PyTree
 ) -> None:
     """Raises if a read-only variable, or one in a subtree, is about to be changed.
 
@@ -56,7 +58,7 @@ def check(
                 raise _read_only(block.rewrite, path, _writer(), old is not MISSING)
 
 
-def _check_handed(root: Root, key: Key, value: Any) -> None:
+def _check_handed(root: Root, key: Key, value: PyTree) -> None:
     """Raises if a lifted body changes a variable that was rewritten outside of it."""
     if not root.handed.selected:
         return
@@ -75,7 +77,7 @@ def _check_handed(root: Root, key: Key, value: Any) -> None:
             )
 
 
-def _changed(key: Key, old: Any, new: Any) -> list[Key]:
+def _changed(key: Key, old: PyTree, new: PyTree) -> list[Key]:
     """Returns the leaves of a variable that change; all if its structure changes."""
     before, treedef = jax.tree_util.tree_flatten(old)
     after, treedef_after = jax.tree_util.tree_flatten(new)
@@ -96,7 +98,9 @@ def _writer() -> str:
     return f'{type(module).__name__}.{method} (at {path!r})'
 
 
-def _read_only(rewrite: Any, path: Any, by: str, exists: bool) -> errors.BlockError:
+def _read_only(
+    rewrite: Rewrite, path: Path, by: str, exists: bool
+) -> errors.BlockError:
     """The error for a write to a variable under ``nn.read_only``."""
     done = 'wrote' if exists else 'created'
     return errors.BlockError(

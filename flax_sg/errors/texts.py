@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from flax_sg.errors import ArgumentTypeError, ArgumentValueError, FlaxSGError
 
@@ -23,11 +24,11 @@ def shown(leaf: Any) -> str:
 
 
 @functools.lru_cache(256)  # Its text takes longer than all the rest.
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: DTypeLike) -> str:
     return str(dtype)
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """What kind of thing a value is, in a few words."""
     if isinstance(value, Tracer):
         return f'a traced value ({value.aval.str_short()})'
@@ -57,13 +58,13 @@ def raised_by(call: str) -> Generator[None]:
         raise
 
 
-def wrong_argument(got: Any, expected: str, write: str) -> ArgumentTypeError:
+def wrong_argument(got: object, expected: str, write: str) -> ArgumentTypeError:
     """The error for an argument of the wrong kind."""
     return ArgumentTypeError(f'{brief(got)} is no {expected}.\nWrite {write}.')
 
 
 def unknown_choice(
-    option: str, value: Any, choices: Iterable[Any]
+    option: str, value: object, choices: Iterable[Any]
 ) -> ArgumentValueError:
     """The error for an option with a value that it does not have."""
     expected = ' or '.join(map(repr, choices))

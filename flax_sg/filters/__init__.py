@@ -151,17 +151,17 @@ def as_filter(where: Where) -> Filter:
     )
 
 
-def _instead(what: Any) -> str:
+def _instead(value: Any) -> str:
     """What to write, if what should be a filter is what should be frozen."""
-    if is_nnx_model(what):
+    if is_nnx_model(value):
         write = 'a model of NNX write nnx.stop_gradient(model, where)'
-    elif isinstance(what, nn.Module):
+    elif isinstance(value, nn.Module):
         write = 'a module write nn.Frozen(module, where)'
-    elif isinstance(what, type) and issubclass(what, nn.Module):
+    elif isinstance(value, type) and issubclass(value, nn.Module):
         write = 'a Module class write nn.stop_gradient(nn.Dense, where)'
-    elif isinstance(what, type):
+    elif isinstance(value, type):
         write = 'a type of Variables write kind=nnx.Param in a view of NNX'
-    elif isinstance(what, (jax.Array, np.ndarray)):
+    elif isinstance(value, (jax.Array, np.ndarray)):
         write = 'an array write jax.lax.stop_gradient(x)'
     else:
         return ''

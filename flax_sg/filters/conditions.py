@@ -7,7 +7,7 @@ traced one is a mask of one element, which stands for all elements of each varia
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ class Condition(Mask):
         return '<a traced condition>'
 
 
-def is_condition(value: Any) -> bool:
+def is_condition(value: object) -> bool:
     """Whether something is one bool: of Python, of numpy, of JAX, traced or not.
 
     >>> is_condition(True), is_condition(np.array(True)), is_condition(np.ones(2, bool))
@@ -45,7 +45,7 @@ def is_condition(value: Any) -> bool:
     return isinstance(value, (bool, np.bool_))
 
 
-def condition(value: Any) -> Filter:
+def condition(value: object) -> Filter:
     """The filter of one bool.
 
     >>> condition(np.array(True))

@@ -42,7 +42,7 @@ class Filter(ToldByHash, abc.ABC):
     # Otherwise numpy.True_ & filter would be an array of filters, not a filter.
     __array_ufunc__ = None
     own_needs: ClassVar[frozenset[Need]] = frozenset()
-    """What its answer depends on, beside its parts and the path."""
+    """What the filter's answer depends on, beside its parts and the path."""
     # ``as_filter``, for the other operand. ``filters/__init__.py``, which imports this
     # file, sets it.
     convert: ClassVar[Callable[[Any], Filter]]
@@ -76,7 +76,7 @@ class Filter(ToldByHash, abc.ABC):
 
     @functools.cached_property
     def needs(self) -> frozenset[Need]:
-        """What its answer depends on, beside the path."""
+        """What the filter's answer depends on, beside the path."""
         return self.own_needs.union(*(part.needs for part in self.parts))
 
     def __call__(self, path: Any, value: Any = None) -> Decision:
@@ -103,12 +103,12 @@ class Filter(ToldByHash, abc.ABC):
 
     @property
     def side(self) -> str | None:
-        """What it names: ``'trained'`` or ``'frozen'``; None if that is not known."""
+        """What the filter names: ``'trained'`` or ``'frozen'``; None if unknown."""
         return None
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether it is no mistake if it matches nothing: what was derived may."""
+        """Whether the filter may match nothing: a derived one may."""
         return any(part.may_be_empty for part in self.parts)
 
     def unused(
@@ -153,7 +153,7 @@ class Filter(ToldByHash, abc.ABC):
         return self.identity == other.identity
 
     def __getstate__(self) -> dict[str, Any]:
-        """What it was made of, without what was computed since."""
+        """The fields that the filter was made of, without cached values."""
         kept = functools.cached_property
         attributes = {k: getattr(type(self), k, None) for k in vars(self)}
         return {
@@ -166,16 +166,16 @@ class Filter(ToldByHash, abc.ABC):
     def __invert__(self) -> Filter:
         return Not(self)
 
-    def __and__(self, other: Any) -> Filter:
+    def __and__(self, other: object) -> Filter:
         return And((self, Filter.convert(other)))
 
-    def __rand__(self, other: Any) -> Filter:
+    def __rand__(self, other: object) -> Filter:
         return And((Filter.convert(other), self))
 
-    def __or__(self, other: Any) -> Filter:
+    def __or__(self, other: object) -> Filter:
         return Or((self, Filter.convert(other)))
 
-    def __ror__(self, other: Any) -> Filter:
+    def __ror__(self, other: object) -> Filter:
         return Or((Filter.convert(other), self))
 
     def __bool__(self) -> bool:
@@ -221,7 +221,7 @@ class Constant(Filter):
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether it selects nothing: the condition of a filter may be False."""
+        """Whether the filter selects nothing: its condition may be False."""
         return not self.value
 
     def answer(self, path: Path, ask: Ask) -> bool:

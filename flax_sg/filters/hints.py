@@ -21,8 +21,8 @@ def advice(
     Args:
         pattern: a pattern that fits no path.
         paths: the paths of all variables.
-        example: such a pattern.
-        compiled: makes the regular expression of such a pattern.
+        example: a pattern of the same kind that matches.
+        compiled: makes the regular expression of a pattern.
     """
     # A pattern may begin with the collection, or with names of modules further out.
     by_text = {f'{path.collection}/{path.absolute}': str(path) for path in paths}
@@ -31,8 +31,8 @@ def advice(
     hint = hint or _of_the_root(pattern, paths, compiled)
     if not hint and compiled is not re.compile:
         hint = _of_a_stack(pattern, paths, compiled)
-    if not hint and (found := _respelled(pattern, near[0], paths, compiled)):
-        hint = f'Did you mean {found!r}?'
+    if not hint and (respelled := _respelled(pattern, near[0], paths, compiled)):
+        hint = f'Did you mean {respelled!r}?'
     if not hint and compiled is not re.compile:
         hint = _of_a_glob(pattern, paths, compiled)
     whole = 'A pattern matches whole paths, from below the collection: '
@@ -55,14 +55,14 @@ def _of_a_collection(
             )
         return ''
     inside = [path for path in paths if path.collection == first]
-    found = _respelled(below, near, inside, compiled) if below else ''
+    respelled = _respelled(below, near, inside, compiled) if below else ''
     if len(collections) == 1:
-        return f'Leave out the collection: {found!r}.' if found else ''
-    if not found and below not in ('', '**'):
+        return f'Leave out the collection: {respelled!r}.' if respelled else ''
+    if not respelled and below not in ('', '**'):
         return ''
-    rest = f' & {found!r}' if found and below != '**' else ''
+    and_below = f' & {respelled!r}' if respelled and below != '**' else ''
     write = f'filters.Collection({first!r})'
-    return f'Paths begin below the collection: {write}{rest}.'
+    return f'Paths begin below the collection: {write}{and_below}.'
 
 
 def _of_the_root(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
@@ -95,10 +95,10 @@ def _of_a_stack(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
     """The hint for a layer by its number, where a scan or vmap has one stack; or ''."""
     names = pattern.split('/')
     for n, name in enumerate(names):
-        found = _NUMBERED.fullmatch(name)
-        if not found:
+        match = _NUMBERED.fullmatch(name)
+        if not match:
             continue
-        prefix, layer, *ends = found.groups()
+        prefix, layer, *ends = match.groups()
         first, last = sorted(map(int, filter(None, ends))) or (layer, layer)
         stack = '/'.join([*names[:n], *([prefix] if prefix else []), *names[n + 1 :]])
         if prefix and n == len(names) - 1:

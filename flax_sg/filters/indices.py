@@ -25,7 +25,7 @@ from flax_sg.filters import tokens
 from flax_sg.filters.expressions import And, Ask, Filter, Need, Not, Or
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Array, Decision, Leaf
+from flax_sg.internals.types import Array, ArrayIndex, Decision, Leaf
 
 
 class Index(Filter):
@@ -37,9 +37,9 @@ class Index(Filter):
     """
 
     own_needs: ClassVar[frozenset[Need]] = frozenset({'part'})
-    index: Any
+    index: ArrayIndex
 
-    def __init__(self, index: Any) -> None:
+    def __init__(self, index: ArrayIndex) -> None:
         object.__setattr__(self, 'index', _plain(index))
 
     @functools.cached_property
@@ -217,7 +217,7 @@ class Part:
             'jax.jit.'
         )
 
-    def any_mask(self, shape: tuple[int, ...], path: str) -> Any:
+    def any_mask(self, shape: tuple[int, ...], path: str) -> Array:
         """Which elements are meant, as ``mask`` tells; a tracer if a mask is traced."""
         elements = self.elements
         if isinstance(elements, Mask):
@@ -259,11 +259,11 @@ def part_of(mask: NDArray[np.bool_], shape: tuple[int, ...]) -> Part:
 
 def merged(
     decision: bool | Part,
-    meant: Any,
-    others: Any,
+    meant: Array,
+    others: Array,
     path: str,
     shape: tuple[int, ...] | None = None,
-) -> Any:
+) -> Array:
     """An array of the elements that a filter means, and of others where it does not.
 
     Args:
@@ -287,7 +287,7 @@ def merged(
         return jnp.where(mask, meant, others)
 
 
-def within(decision: bool | Part, leaf: Leaf, path: str) -> Any:
+def within(decision: bool | Part, leaf: Leaf, path: str) -> Array:
     """An array whose gradient ends at what a filter means of it.
 
     A rule for gradients gets zeros for the elements that are not meant, and may return
@@ -318,7 +318,7 @@ def _traced_in(elements: Filter) -> Iterator[Any]:
         yield from _traced_in(part)
 
 
-def _trace_of_mask(mask: Any) -> contextlib.AbstractContextManager[Any]:
+def _trace_of_mask(mask: Array) -> contextlib.AbstractContextManager[Any]:
     """The trace of a mask if it is inside the current one, else the current one.
 
     The current trace is that of the leaf. Parameters may come from outside of the
@@ -330,7 +330,7 @@ def _trace_of_mask(mask: Any) -> contextlib.AbstractContextManager[Any]:
     return tracing.in_trace_of(mask) if is_inside else contextlib.nullcontext()
 
 
-def at(where: Any, index: Any) -> Filter:
+def at(where: Any, index: ArrayIndex) -> Filter:
     """A part of each array that a filter selects.
 
     It is a filter, and is given to all that takes one: blocks, lifts, ``nn.Frozen``,
@@ -370,7 +370,7 @@ def at(where: Any, index: Any) -> Filter:
     return Filter.convert(where) & Index(index)
 
 
-def _plain(index: Any) -> Any:
+def _plain(index: ArrayIndex) -> Any:
     ends = (index.start, index.stop, index.step) if isinstance(index, slice) else ()
     if any(isinstance(n, tracing.Tracer) for n in jax.tree.leaves((index, ends))):
         raise errors.PartError(
@@ -400,7 +400,7 @@ def _plain(index: Any) -> Any:
     return array
 
 
-def _written(index: Any) -> str:
+def _written(index: ArrayIndex) -> str:
     if isinstance(index, slice):
         ends = [index.start, index.stop] + ([] if index.step is None else [index.step])
         return ':'.join('' if end is None else str(end) for end in ends)
@@ -409,7 +409,7 @@ def _written(index: Any) -> str:
     return '...' if index is Ellipsis else str(index)
 
 
-def _mask_of(index: Index, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
+def _mask_of(index: ArrayIndex, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
     mask = np.zeros(_small_shape(index, shape), bool)
     try:
         mask[index.index] = True
@@ -420,7 +420,7 @@ def _mask_of(index: Index, shape: tuple[int, ...], path: str) -> NDArray[np.bool
     return mask
 
 
-def _small_shape(index: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _small_shape(index: ArrayIndex, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array, of length 1 in the axes that an index takes whole."""
     # A mask of bools stands for as many axes as it has.
     axes = [
@@ -428,16 +428,16 @@ def _small_shape(index: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
         for entry in index.entries
     ]
     dots = [n for n, entry in enumerate(index.entries) if entry is Ellipsis]
-    rest = len(shape) - sum(axes) + len(dots)
+    axes_of_dots = len(shape) - sum(axes) + len(dots)
     out: list[int] = []
     for n, (entry, count) in enumerate(zip(index.entries, axes, strict=True)):
         if n in dots:
-            out += [1] * rest
+            out += [1] * axes_of_dots
         elif isinstance(entry, slice) and entry == slice(None):
             out.append(1)
         else:
             out += shape[len(out) : len(out) + count]
-    return tuple(out + [1] * (0 if dots else rest))
+    return tuple(out + [1] * (0 if dots else axes_of_dots))
 
 
 def unclear_part(elements: Unclear) -> errors.PartError:
@@ -452,7 +452,7 @@ def unclear_part(elements: Unclear) -> errors.PartError:
 
 
 def wrong_part(
-    index: Any, path: str, shape: tuple[int, ...], problem: str
+    index: ArrayIndex, path: str, shape: tuple[int, ...], problem: str
 ) -> errors.PartError:
     """A part of an array is meant that there is not, or that cannot be told apart."""
     return errors.PartError(

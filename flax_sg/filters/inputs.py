@@ -13,11 +13,12 @@ from flax import linen
 
 from flax_sg import errors
 from flax_sg.filters.expressions import Filter
+from flax_sg.internals.types import Kwargs, Model
 
 
 @contextlib.contextmanager
 def inputs_explained(
-    write: str, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    write: str, model: Model, args: Sequence[Any], kwargs: Kwargs
 ) -> Generator[None]:
     """Says what to write if a model raises for what it is given as its inputs.
 
@@ -28,7 +29,7 @@ def inputs_explained(
         write: what the user calls, with ``{}`` for the model and its inputs.
         model: the model.
         args: what the model is given.
-        kwargs: the same by name.
+        kwargs: the keyword arguments that the model is given.
 
     Raises:
         ArgumentTypeError: from the error of the model.
@@ -39,9 +40,9 @@ def inputs_explained(
         lines = _explanation(write, model, args, kwargs, error)
         if lines is None:
             raise
-        given, advice = lines
+        mistake, advice = lines
         raise errors.ArgumentTypeError(
-            f'{_name_in(write)}() gave {type(model).__name__} {given}, '
+            f'{_name_in(write)}() gave {type(model).__name__} {mistake}, '
             f'which raised {type(error).__name__}.\n{advice}'
         ) from error
 
@@ -53,9 +54,9 @@ def _name_in(call: str) -> str:
 
 def _explanation(
     write: str,
-    model: Any,
+    model: Model,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     error: Exception,
 ) -> tuple[str, str] | None:
     """What was given in the place of inputs, and what to write; None if nothing was."""
@@ -68,10 +69,10 @@ def _explanation(
             'A filter is no input: sg.paths shows what it names.\n'
             f'Write sg.paths({inputs}, where={written}).',
         )
-    given = next(filter(None, map(_for_init, args)), '')
-    if given:
+    mistake = next(filter(None, map(_for_init, args)), '')
+    if mistake:
         return (
-            f'{given} as its argument',
+            f'{mistake} as its argument',
             f'{_name_in(write)}() makes the variables itself, from the inputs.\n'
             f'Write {write.format("model, x")}.',
         )
@@ -83,14 +84,14 @@ def _explanation(
     return None
 
 
-def _is_filter(value: Any) -> bool:
+def _is_filter(value: object) -> bool:
     """Whether something is a filter; a text without a sign of globs may be a mode."""
     if isinstance(value, str):
         return not {*'/*'}.isdisjoint(value)
     return isinstance(value, (Filter, re.Pattern))
 
 
-def _for_init(x: Any) -> str:
+def _for_init(x: object) -> str:
     """What other functions take first, in words, or ''."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return 'a random key'

@@ -89,7 +89,7 @@ class BoolTree(Atom):
 
     @functools.cached_property
     def identity(self) -> Hashable:
-        """What it says, in any order; no array, which caches would keep."""
+        """The answers of the tree, in any order; no array, which caches would keep."""
         return frozenset(
             (
                 names,
@@ -149,7 +149,7 @@ class BoolTree(Atom):
 
 
 def is_bool(leaf: Leaf) -> bool:
-    """Whether something is a bool, or an array of bools."""
+    """Whether a leaf is a bool, or an array of bools."""
     if isinstance(leaf, (np.ndarray, jax.Array)):
         return leaf.dtype == np.bool_
     return isinstance(leaf, (bool, np.bool_))

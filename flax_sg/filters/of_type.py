@@ -16,11 +16,12 @@ from flax_sg.filters.names import Derived
 from flax_sg.filters.paths import names_in
 from flax_sg.internals import initializing, modules
 from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.types import Args, Kwargs, Model, PyTree
 
 
 def of_type(
     cls: type | tuple[type, ...],
-    model: Any = None,
+    model: Model = None,
     *args: Any,
     **kw: Any,
 ) -> Filter:
@@ -73,8 +74,8 @@ def of_type(
         UnknownNameError: later, if it is asked for a variable that the model lacks.
     """
     classes = cls if isinstance(cls, tuple) else (cls,)
-    given: tuple[Any, ...] = classes
-    for each in given:
+    arguments: tuple[Any, ...] = classes
+    for each in arguments:
         if not isinstance(each, type):
             raise errors.ArgumentTypeError(
                 f'of_type was given {brief(each)}, where the class of a module is '
@@ -91,24 +92,24 @@ def of_type(
         )
     is_one = not isinstance(model, Mapping) or _is_of_nnx(model)
     models: Any = {'': (model,)} if is_one else model
-    found = {
+    is_meant_at = {
         (collection, (*filter(None, [name]), *path)): any(
             issubclass(module, classes) for module in outer
         )
-        for name, given in models.items()
+        for name, entry in models.items()
         for collection, path, outer in _variables(
-            *_model_and_inputs(names, name, given, args), kw
+            *_model_and_inputs(names, name, entry, args), kw
         )
     }
-    selected = frozenset(place for place, is_meant in found.items() if is_meant)
-    return Derived(selected, frozenset(found), f'of_type({names})')
+    selected = frozenset(place for place, is_meant in is_meant_at.items() if is_meant)
+    return Derived(selected, frozenset(is_meant_at), f'of_type({names})')
 
 
 def _model_and_inputs(
-    names: str, name: str, given: Any, args: tuple[Any, ...]
+    names: str, name: str, entry: Any, args: Args
 ) -> tuple[Any, tuple[Any, ...]]:
     """A model and its inputs, of what is given for it; raises if it is no model."""
-    model, *inputs = given if isinstance(given, tuple) and given else (given,)
+    model, *inputs = entry if isinstance(entry, tuple) and entry else (entry,)
     if _is_of_nnx(model) or isinstance(getattr(model, 'init', None), Callable):
         return model, (*inputs, *args)
     of_name = f' at {name!r}' if name else ''
@@ -121,7 +122,7 @@ def _model_and_inputs(
 
 
 def _variables(
-    model: Any, args: Any, kwargs: Any
+    model: Model, args: Args, kwargs: Kwargs
 ) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
     """Yields the variables of a model, with the classes of their outer modules."""
     if _is_of_nnx(model):
@@ -130,7 +131,9 @@ def _variables(
     at: dict[tuple[str, ...], set[type]] = {}  # The classes of modules at each path.
     declaring: dict[tuple[str, ...], set[type]] = {}  # By the path of a variable.
 
-    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def note(
+        next_fun: Callable[..., PyTree], args: Args, kwargs: Kwargs, context: Any
+    ) -> Any:
         out = next_fun(*args, **kwargs)
         module, path = context.module, context.module.scope.path
         if type(module.scope) is not Scope:  # Flax tries ``setup`` on one of its own.
@@ -144,15 +147,15 @@ def _variables(
 
     rngs = jax.eval_shape(lambda: jax.random.key(0))
     with inputs_explained('filters.of_type(cls, {})', model, args, kwargs):
-        made = initializing.variables_of(model, rngs, args, kwargs, note)
-    for collection, tree in made.items():
+        variables = initializing.variables_of(model, rngs, args, kwargs, note)
+    for collection, tree in variables.items():
         for names, inner, _ in names_in(tree):
             above = (at.get(names[:n], set()) for n in range(len(names) - 1))
             outer = declaring.get(names, at.get(names[:-1], set())).union(*above)
             yield collection, (*names, *inner), outer
 
 
-def _is_of_nnx(model: Any) -> bool:
+def _is_of_nnx(model: Model) -> bool:
     """Whether it is a model of NNX, or a tree with some, and no tuple with inputs."""
     if type(model) is dict and all(type(x) is tuple for x in model.values()):
         return False
@@ -160,18 +163,18 @@ def _is_of_nnx(model: Any) -> bool:
     return any(is_of_nnx(type(node), 'Pytree') for node in nodes)
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     return is_of_nnx(type(value), 'Pytree', 'Variable')
 
 
-def _children(node: Any) -> list[Any]:
+def _children(node: object) -> list[Any]:
     """The modules, Variables and arrays directly in a module of NNX."""
     is_unknown = jax.tree_util.all_leaves([node])  # Made with ``pytree=False``.
     inside = [*vars(node).values()] if is_unknown else node
     return jax.tree.leaves(inside, is_leaf=lambda x: x is not inside and _is_node(x))
 
 
-def _variables_of_nnx(model: Any) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
+def _variables_of_nnx(model: Model) -> Iterator[tuple[str, tuple[str, ...], set[type]]]:
     """The same of a model of NNX. A tied Variable has the outer modules of each place.
 
     A child may have an attribute that is its parent. No path leads through the parent

@@ -51,7 +51,7 @@ class Path(str):
     collection: str
     """The collection of the variable, such as 'params'."""
     is_inner: bool = False
-    """Whether it is the path of a leaf within the value of a variable."""
+    """Whether a path leads to a leaf within the value of a variable."""
     also: Callable[[], Iterable[Path]] | None = None
     """Makes the paths of a tied weight."""
     _shape_and_dtype: tuple[Any, Any] | None = None
@@ -173,7 +173,7 @@ def shape_and_dtype(leaf: Leaf) -> tuple[Any, Any] | None:
     return None if shape is None or dtype is None else (shape, dtype)
 
 
-def is_parameter(value: Any) -> bool:
+def is_parameter(value: object) -> bool:
     """Whether something in a model of NNX counts as a parameter: views, reports, trees.
 
     It is a Param, or a real or complex array that is in no Variable: ``jax.grad``
@@ -192,7 +192,7 @@ def is_parameter(value: Any) -> bool:
 
 
 def names_within(
-    value: Any, is_leaf: Callable[[Any], bool] | None = None
+    value: object, is_leaf: Callable[[Any], bool] | None = None
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the leaves of a variable's value, with their names within it.
 
@@ -203,7 +203,7 @@ def names_within(
 
     Args:
         value: any pytree.
-        is_leaf: what else is one leaf.
+        is_leaf: tells which other nodes are one leaf.
     """
     if isinstance(value, jax.Array) or is_of_nnx(type(value), 'Variable'):
         yield (), value
@@ -230,7 +230,7 @@ def names_in(
 
     Args:
         tree: dicts of dicts of variables, whose values are any pytrees.
-        is_leaf: what else is one leaf.
+        is_leaf: tells which other nodes are one leaf.
     """
     variables, _ = jax.tree_util.tree_flatten_with_path(
         tree,
@@ -244,7 +244,7 @@ def names_in(
             yield outer, inner, leaf
 
 
-def name_of(key: Any) -> str:
+def name_of(key: object) -> str:
     """The name that one key of a key path of JAX has in a path."""
     return jax.tree_util.keystr((key,), simple=True)
 

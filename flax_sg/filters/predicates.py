@@ -99,10 +99,10 @@ class Predicate(Atom):
         """Whether the function returns True; raises if it returns no bool."""
         return self.returned(path, path)
 
-    def returned(self, what: Any, path: Path) -> bool:
-        """What the function returns for something; raises if it is no bool."""
+    def returned(self, argument: Any, path: Path) -> bool:
+        """What the function returns for an argument; raises if it is no bool."""
         try:
-            result = self.fn(what)
+            result = self.fn(argument)
         except jax.errors.ConcretizationTypeError as error:
             raise self._error('reads a traced value') from error
         except Exception as error:
@@ -149,7 +149,7 @@ def _reads_arguments_alone(code: types.CodeType) -> bool:
     )
 
 
-def _is_of_one_argument(fn: Any) -> bool:
+def _is_of_one_argument(fn: Callable[..., Any]) -> bool:
     """Whether ``fn`` is a plain function with one argument, as most predicates are."""
     if type(fn) is not types.FunctionType or fn.__dict__:
         return False
@@ -157,7 +157,7 @@ def _is_of_one_argument(fn: Any) -> bool:
     return code.co_argcount == 1 and not code.co_kwonlyargcount
 
 
-def describe(fn: Any) -> str:
+def describe(fn: Callable[..., Any]) -> str:
     """The name of a function and where it stands, for messages."""
     fn = innermost(fn)
     if not isinstance(fn, types.FunctionType):
@@ -183,7 +183,7 @@ def innermost(fn: Any) -> Any:
     return getattr(fn, '__func__', fn)
 
 
-def captured_by(fn: Any) -> Iterator[tuple[str, Any]]:
+def captured_by(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Yields what a function captures, by name: in closure, defaults and partials."""
     while isinstance(fn, functools.partial):
         yield from ((f'argument {n}', value) for n, value in enumerate(fn.args))

@@ -79,7 +79,7 @@ def _of_array(cls: type, array: Array) -> str:
     return f'{cls.__name__} {array.dtype.str} {array.dtype} {array.shape} {digest}'
 
 
-def of_object(value: Any) -> str:
+def of_object(value: object) -> str:
     """Returns the token of a function, a class or an object: which one it is.
 
     A bound method is told by its object and its function. What cannot be referred to

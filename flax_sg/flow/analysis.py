@@ -111,22 +111,23 @@ def traced_and_told(*call: Any) -> tuple[Traced, GradientFlow]:
     trace = traced(*call)
     if not trace.takes_numbers:
         return trace, _report_on(trace)
-    fixed = found = None
+    fixed = report_of_fixed = None
     with contextlib.suppress(Exception):
         fixed = traced(*call, is_fixed=True)
-        found = _report_on(fixed)
-    if fixed is None or found is None:
+        report_of_fixed = _report_on(fixed)
+    if fixed is None or report_of_fixed is None:
         return trace, _report_on(trace)
     try:
         report = _report_on(trace)
     except errors.ArgumentTypeError:
-        return fixed, found
+        return fixed, report_of_fixed
     trains_more = any(
-        filters.is_meant(found.trained(n)) and not filters.is_meant(report.trained(n))
+        filters.is_meant(report_of_fixed.trained(n))
+        and not filters.is_meant(report.trained(n))
         for n in range(len(report.parameters))
     )
-    is_same = found.outputs == report.outputs and not trains_more
-    return (trace, report) if is_same else (fixed, found.joined(report))
+    is_same = report_of_fixed.outputs == report.outputs and not trains_more
+    return (trace, report) if is_same else (fixed, report_of_fixed.joined(report))
 
 
 def _report_on(trace: Traced) -> GradientFlow:

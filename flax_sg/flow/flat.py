@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from flax_sg.flow.pullback import Reach, has_tangent
 from flax_sg.internals import jaxprs, primitives, program
@@ -52,7 +52,7 @@ class Flat(program.Program):
             from.
     """
 
-    def __init__(self, closed: Any) -> None:
+    def __init__(self, closed: ClosedJaxpr) -> None:
         super().__init__()
         self._has_loops = False
         self._reach = Reach()
@@ -154,8 +154,8 @@ class Flat(program.Program):
             for var, branches in zip(
                 eqn.outvars, zip(*outs_of_bodies, strict=True), strict=True
             ):
-                out, taken = self.new(var.aval), [*branches, ins[0]]
-                self.steps.append(Join(eqn, site, taken, [out], len(branches)))
+                out, ways = self.new(var.aval), [*branches, ins[0]]
+                self.steps.append(Join(eqn, site, ways, [out], len(branches)))
                 outs.append(out)
             return outs
         decide: list[Value] = []
@@ -166,7 +166,7 @@ class Flat(program.Program):
         for index, value, after in zip(
             bodies.carry, carry, outs_of_bodies[0], strict=False
         ):
-            taken = [ins[index], after, *decide]
-            self.steps.append(Join(eqn, site, taken, [value], 2))
+            ways = [ins[index], after, *decide]
+            self.steps.append(Join(eqn, site, ways, [value], 2))
             self._has_loops = True
         return carry if is_while else outs_of_bodies[0]

@@ -16,6 +16,7 @@ from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import natural_key
 from flax_sg.flow.rows import unique
+from flax_sg.internals.types import Kwargs, PyTree
 from flax_sg.trees.leaves import path_of
 
 # The name of an output that is not in a tree.
@@ -37,7 +38,7 @@ class Function:
         fun: Callable[..., Any],
         args: Sequence[Any],
         has_aux: bool,
-        kwargs: Mapping[str, Any],
+        kwargs: Kwargs,
     ) -> None:
         is_module = isinstance(fun, linen.Module)
         if not callable(fun) and not is_module:
@@ -50,7 +51,7 @@ class Function:
                 'Write sg.live(model, variables, x), with variables = '
                 'model.init(key, x); the same for sg.gradient_flow.'
             )
-        self.run: Any = fun.apply if isinstance(fun, linen.Module) else fun
+        self.run: Callable[..., PyTree] = fun.apply if is_module else fun
         self.name = type(fun).__name__ if is_module else predicates.describe(fun)
         self.may_have_aux = False
         self._is_module = is_module
@@ -59,7 +60,7 @@ class Function:
         self._writes = is_module and kwargs.get('mutable', False) is not False
 
     def outputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[Any], kwargs: Kwargs
     ) -> tuple[list[str], list[Any]]:
         """Calls it; the names and the arrays of what it returns, without ``aux``."""
         out = self.run(*args, **kwargs)

@@ -13,13 +13,14 @@ from flax_sg.flow.report import STOPPED, GradientFlow
 from flax_sg.flow.traced import Traced
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import arguments_of, is_array, is_differentiable
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
 def live(
     fun: Callable[..., Any],
-    params: Any,
+    params: PyTree,
     *args: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,

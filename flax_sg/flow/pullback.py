@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from flax_sg.flow.zeros import Mask, Value, zeros_of
 from flax_sg.internals import jaxprs
+from flax_sg.internals.types import AnyJaxpr, Array, Atom, Aval
 
 
-def has_tangent(aval: Any) -> bool:
+def has_tangent(aval: Aval) -> bool:
     """Whether a derivative may flow through values of a type."""
     dtype = getattr(aval, 'dtype', np.int32)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -63,9 +64,9 @@ def zero_gradients(program: ClosedJaxpr, slots: Sequence[int]) -> list[list[Mask
     return masks_of_outputs
 
 
-def _needed(jaxpr: Any) -> list[tuple[JaxprEqn, int]]:
+def _needed(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, int]]:
     """Each equation with the outputs that cannot be computed without it, as bits."""
-    masks: dict[Any, int] = {}
+    masks: dict[Atom, int] = {}
     for n, var in enumerate(jaxpr.outvars):
         if not isinstance(var, Literal):
             masks[var] = masks.get(var, 0) | 1 << n
@@ -82,7 +83,7 @@ def _needed(jaxpr: Any) -> list[tuple[JaxprEqn, int]]:
     return needed[::-1]
 
 
-def _run(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+def _run(eqn: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
     """Runs an equation; JAX remembers the derivatives of operations that are jitted."""
     params = tuple((name, value, type(value)) for name, value in eqn.params.items())
     is_custom = eqn.primitive.name.startswith('custom_')
@@ -100,7 +101,7 @@ def _run(eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
 def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Any:
     keywords = {name: value for name, value, _ in params}
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: Array) -> Sequence[Array]:
         out = primitive.bind(*operands, **keywords)
         return out if primitive.multiple_results else [out]
 
@@ -115,13 +116,13 @@ def _zeros_of(
 ) -> list[Mask]:
     jaxpr = program.jaxpr
 
-    def pulled_back(inputs: list[Any], cotangent: Any) -> Any:
-        def near(*wanted: Any) -> Any:
+    def pulled_back(inputs: list[Array], cotangent: Array) -> tuple[Array, ...]:
+        def near(*wanted: Array) -> Array:
             value_of = dict(zip(jaxpr.constvars, program.consts, strict=True))
             value_of |= zip(jaxpr.invars, inputs, strict=True)
             value_of |= zip((jaxpr.invars[slot] for slot in slots), wanted, strict=True)
 
-            def read(var: Any) -> Any:
+            def read(var: Atom) -> Array:
                 return var.val if isinstance(var, Literal) else value_of[var]
 
             for eqn, outputs in needed:
@@ -141,7 +142,7 @@ def _zeros_of(
     return zeros_of(closed, Value.of_closed_over)
 
 
-def without_stops(program: Any) -> Any:
+def without_stops(program: AnyJaxpr) -> AnyJaxpr:
     """A program whose stops are identities, in all its bodies.
 
     Stops are ``lax.stop_gradient``, and identities with a rule of their own.
@@ -161,7 +162,8 @@ def without_stops(program: Any) -> Any:
         else:
             eqns.append(eqn)
     opened = jaxprs.opened(program).replace(eqns=eqns)
-    return ClosedJaxpr(opened, program.consts) if hasattr(program, 'consts') else opened
+    consts = getattr(program, 'consts', None)
+    return opened if consts is None else ClosedJaxpr(opened, consts)
 
 
 def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -169,11 +171,11 @@ def _copies(eqn: JaxprEqn) -> list[JaxprEqn]:
     if eqn.primitive.name not in jaxprs.CUSTOM_CALLS:
         return []
     body = jaxprs.body_of(eqn)
-    given = dict(zip(body.invars, eqn.invars, strict=True))
-    if body.eqns or not all(isinstance(x, Var) and x in given for x in body.outvars):
+    outer: dict[Atom, Atom] = dict(zip(body.invars, eqn.invars, strict=True))
+    if body.eqns or not all(isinstance(x, Var) and x in outer for x in body.outvars):
         return []
     return [
-        eqn.replace(primitive=lax.copy_p, params={}, invars=[given[x]], outvars=[out])
+        eqn.replace(primitive=lax.copy_p, params={}, invars=[outer[x]], outvars=[out])
         for x, out in zip(body.outvars, eqn.outvars, strict=True)
     ]
 
@@ -225,7 +227,7 @@ def _rows_of(eqn: JaxprEqn) -> list[int]:
     return [rows[var] if isinstance(var, Var) else 0 for var in eqn.invars]
 
 
-def culprit(program: Any, error: BaseException | None) -> list[JaxprEqn]:
+def culprit(program: AnyJaxpr, error: BaseException | None) -> list[JaxprEqn]:
     """The equation that JAX does not differentiate, below the calls that run it.
 
     Args:

@@ -394,8 +394,8 @@ def by_condition(
         for name, line in zip(names, row, strict=True):
             stopped.setdefault(line, {})[name] = None
     return [
-        f'While a condition holds, {line} stops {listed([*some])}.'
-        for line, some in stopped.items()
+        f'While a condition holds, {line} stops {listed([*stopped_names])}.'
+        for line, stopped_names in stopped.items()
         if line
     ]
 

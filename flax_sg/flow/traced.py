@@ -17,6 +17,7 @@ from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
 from flax_sg.flow.function import Function, names_of_arguments
 from flax_sg.internals.jaxprs import BLOCK
+from flax_sg.internals.types import Array, Kwargs, Leaf
 from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of
 from flax_sg.trees.trainable import Declared, chosen, states
 
@@ -69,7 +70,7 @@ def traced(
     argnums: int | Sequence[int],
     has_aux: bool,
     wrt: filters.Where | Declared,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     is_fixed: bool = False,
 ) -> Traced:
     """Traces a function and finds its parameters; see ``gradient_flow``.
@@ -90,7 +91,7 @@ def traced(
 
     # JAX's errors name the function of the user.
     @functools.wraps(function.run, updated=())
-    def of_arrays(arrays: dict[_Key, Any]) -> list[Any]:
+    def of_arrays(arrays: dict[_Key, Array]) -> list[Array]:
         outputs[:], leaves = function.outputs(*arguments.restored(arrays))
         return leaves
 
@@ -155,7 +156,7 @@ class _Arguments:
     def __init__(
         self,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Kwargs,
         argnums: int | Sequence[int],
         wrt: filters.Filter | Declared,
     ) -> None:
@@ -219,7 +220,7 @@ class _Arguments:
         )
         return args, kwargs
 
-    def _selected(self, key: _Key, array: Any) -> Any:
+    def _selected(self, key: _Key, array: Array) -> Array:
         """An input, stopped where ``wrt`` does not mean it.
 
         An argument that is not differentiated needs no stop.
@@ -261,20 +262,20 @@ def _is_left_out(decision: bool | filters.Part, is_state: bool) -> bool:
     return is_state and decision is False
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: Leaf) -> bool:
     """Whether a leaf is one number, and no array of JAX, whose value has no answer."""
     is_scalar = isinstance(leaf, np.generic) and leaf.dtype.kind in 'iufc'
     return is_scalar or type(leaf) in _NUMBERS
 
 
-def _stopped(array: Any, decision: bool | filters.Part, path: Path) -> Any:
+def _stopped(array: Array, decision: bool | filters.Part, path: Path) -> Array:
     """A parameter that ``wrt`` does not mean, or of which it means a part alone."""
     with jax.named_scope(f'{BLOCK}wrt=, which leaves it out'):
         fixed = jax.tree.map(lax.stop_gradient, array)
         return filters.merged(decision, array, fixed, path)
 
 
-def holds_arrays(leaf: Any) -> bool:
+def holds_arrays(leaf: Leaf) -> bool:
     """Whether a leaf is an array for JAX; ``NonDifferentiable`` has arrays in it."""
     arrays = jax.tree.leaves(leaf)
     return bool(arrays) and all(

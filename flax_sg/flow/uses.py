@@ -56,9 +56,9 @@ def unclear(flat: Flat, slots: Iterable[int], is_known: bool) -> Choice | None:
     # To ask what is stopped takes as long as the proof.
     if is_known and not any(chooses for *_, chooses in _uses(flat, inputs)):
         return None
-    found = list(_uses(flat, inputs, flat.is_stopped))
-    live = [(step, chooses) for step, stopped, chooses in found if not stopped]
-    if len(live) == len(found) or (is_known and not all(x for _, x in live)):
+    uses = list(_uses(flat, inputs, flat.is_stopped))
+    live = [(step, chooses) for step, stopped, chooses in uses if not stopped]
+    if len(live) == len(uses) or (is_known and not all(x for _, x in live)):
         return None
     steps = [step for step, _ in live if step]
     conditions = [step for step in steps if _by_condition(flat, step)]

@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from numpy.typing import NDArray
 
 from flax_sg.internals import jaxprs, primitives
-from flax_sg.internals.jaxprs import Bodies
+from flax_sg.internals.jaxprs import Bodies, type_of
 from flax_sg.internals.primitives import Kind
+from flax_sg.internals.types import AnyJaxpr, Array, Atom
 
 # Elements of a value. A mask has the rank of its value, and length 1 along axes where
 # all elements are alike.
@@ -42,7 +43,7 @@ class Value(NamedTuple):
     nonzero: Mask = np.array(False)
 
     @classmethod
-    def of_constant(cls, value: Any) -> Value:
+    def of_constant(cls, value: Array) -> Value:
         """What is known of a constant."""
         try:
             zero = small(np.asarray(value) == 0)
@@ -51,7 +52,7 @@ class Value(NamedTuple):
         return cls(zero, ~zero & (np.asarray(value).dtype == bool))
 
     @classmethod
-    def of_closed_over(cls, value: Any) -> Value:
+    def of_closed_over(cls, value: Array) -> Value:
         """What is known of an array that a function of the user closes over.
 
         One of zeros may be a queue that is filled later, or an example in place of
@@ -66,14 +67,14 @@ class Value(NamedTuple):
         """Equal if the same is known."""
         return tuple((mask.shape, mask.tobytes()) for mask in self)
 
-    def of_variable(self, var: Any) -> Value:
-        """The same, as masks for a variable of a jaxpr."""
+    def of_variable(self, var: Atom) -> Value:
+        """The value, with masks for a variable of a jaxpr."""
         rank, is_mask = _rank(var), getattr(var.aval, 'dtype', None) == np.bool_
         zero, nonzero = (np.array(mask, ndmin=rank) for mask in self)
         return Value(zero, nonzero & is_mask)
 
     def everywhere(self) -> Value:
-        """The same, without knowing of single elements."""
+        """The value, without knowledge of single elements."""
         return Value(np.asarray(self.zero.all()))
 
 
@@ -108,7 +109,7 @@ _TOGETHER = {
 
 
 def zeros_of(
-    program: Any, constant: Callable[[Any], Value] = Value.of_constant
+    program: ClosedJaxpr, constant: Callable[[Array], Value] = Value.of_constant
 ) -> list[Mask]:
     """The elements of each output of a closed jaxpr that are zero.
 
@@ -123,13 +124,13 @@ def zeros_of(
 class Zeros:
     """Follows zeros through programs; remembers what it has seen."""
 
-    def __init__(self, constant: Callable[[Any], Value]) -> None:
+    def __init__(self, constant: Callable[[Array], Value]) -> None:
         self._constant = constant
         # By the id of the jaxpr and what is known of its inputs. The jaxpr is kept, so
         # that no other one gets its id.
-        self._seen: dict[Hashable, tuple[Any, list[Value]]] = {}
+        self._seen: dict[Hashable, tuple[AnyJaxpr, list[Value]]] = {}
 
-    def of(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+    def of(self, jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
         """What is known of the outputs of a jaxpr.
 
         Args:
@@ -141,13 +142,13 @@ class Zeros:
             self._seen[key] = jaxpr, self._walk(jaxpr, inputs)
         return self._seen[key][1]
 
-    def _walk(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+    def _walk(self, jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
         opened, consts = jaxprs.opened(jaxpr), getattr(jaxpr, 'consts', ())
         constants = zip(opened.constvars, map(self._constant, consts), strict=False)
-        given = (*zip(opened.invars, inputs, strict=True), *constants)
-        values_of = {var: value.of_variable(var) for var, value in given}
+        pairs = (*zip(opened.invars, inputs, strict=True), *constants)
+        values_of = {var: value.of_variable(var) for var, value in pairs}
 
-        def read(var: Any) -> Value:
+        def read(var: Atom) -> Value:
             if isinstance(var, Literal):
                 return Value.of_constant(var.val)
             return values_of.get(var) or nothing(_rank(var))
@@ -159,7 +160,7 @@ class Zeros:
                     values_of[var] = out.of_variable(var)
         return [read(var) for var in opened.outvars]
 
-    def _through(self, eqn: Any, ins: Sequence[Value]) -> Sequence[Value]:
+    def _through(self, eqn: JaxprEqn, ins: Sequence[Value]) -> Sequence[Value]:
         """What is known of the outputs of an equation."""
         name = eqn.primitive.name
         if name == 'shard_map':  # Each device has a part.
@@ -233,35 +234,35 @@ def _unknown(value: Value) -> Value:
     return Value(np.zeros((1,) * value.zero.ndim, bool))
 
 
-def _rank(var: Any) -> int:
+def _rank(var: Atom) -> int:
     return len(getattr(var.aval, 'shape', ()))
 
 
 def _all(values: Sequence[Value]) -> Mask:
-    """What is zero in each of several values."""
+    """The elements that are zero in all of several values."""
     return functools.reduce(np.logical_and, (value.zero for value in values))
 
 
 def _any(values: Sequence[Value]) -> Mask:
-    """What is zero in one of several values."""
+    """The elements that are zero in any of several values."""
     return functools.reduce(np.logical_or, (value.zero for value in values))
 
 
 # How primitives that move elements change a mask.
 
 
-def _spread(mask: Mask, eqn: Any) -> Mask:
+def _spread(mask: Mask, eqn: JaxprEqn) -> Mask:
     axes = [1] * len(eqn.params['shape'])
     for axis, size in zip(eqn.params['broadcast_dimensions'], mask.shape, strict=True):
         axes[axis] = size
     return mask.reshape(axes)
 
 
-def _reshaped(mask: Mask, eqn: Any) -> Mask:
-    [operand, *_], shape = eqn.invars, eqn.outvars[0].aval.shape
+def _reshaped(mask: Mask, eqn: JaxprEqn) -> Mask:
+    [operand, *_], shape = eqn.invars, type_of(eqn.outvars[0]).shape
     if mask.size <= 1 or eqn.params.get('dimensions') is not None:
         return np.full((1,) * len(shape), mask.all())
-    return small(np.broadcast_to(mask, operand.aval.shape).reshape(shape))
+    return small(np.broadcast_to(mask, type_of(operand).shape).reshape(shape))
 
 
 def _cut(mask: Mask, parts: Sequence[slice]) -> Mask:
@@ -270,32 +271,32 @@ def _cut(mask: Mask, parts: Sequence[slice]) -> Mask:
     return small(mask[tuple(slice(None) if n == 1 else part for n, part in pairs)])
 
 
-def _sliced(mask: Mask, eqn: Any) -> Mask:
+def _sliced(mask: Mask, eqn: JaxprEqn) -> Mask:
     params, ones = eqn.params, (1,) * mask.ndim
     steps = params['strides'] or ones
     bounds = zip(params['start_indices'], params['limit_indices'], steps, strict=True)
     return _cut(mask, [slice(*bound) for bound in bounds])
 
 
-def _split(mask: Mask, eqn: Any) -> list[Mask]:
+def _split(mask: Mask, eqn: JaxprEqn) -> list[Mask]:
     axis, ends = eqn.params['axis'], np.cumsum(eqn.params['sizes'])
     parts = map(slice, (0, *ends[:-1]), ends)
-    rest = [slice(None)] * mask.ndim
-    return [_cut(mask, [*rest[:axis], part, *rest[axis + 1 :]]) for part in parts]
+    whole = [slice(None)] * mask.ndim
+    return [_cut(mask, [*whole[:axis], part, *whole[axis + 1 :]]) for part in parts]
 
 
-def _unstacked(mask: Mask, eqn: Any) -> list[Mask]:
+def _unstacked(mask: Mask, eqn: JaxprEqn) -> list[Mask]:
     axis, count = eqn.params['axis'], len(eqn.outvars)
     size = mask.shape[axis]  # 1 if all rows are alike.
     return [small(mask.take(n % size, axis)) for n in range(count)]
 
 
 # How primitives that return parts of their operand divide a mask.
-_PARTS: dict[str, Callable[[Mask, Any], list[Mask]]] = {
+_PARTS: dict[str, Callable[[Mask, JaxprEqn], list[Mask]]] = {
     'split': _split,
     'unstack': _unstacked,
 }
-_MOVES: dict[str, Callable[[Mask, Any], Mask]] = {
+_MOVES: dict[str, Callable[[Mask, JaxprEqn], Mask]] = {
     'reshape': _reshaped,
     'slice': _sliced,
     'rev': lambda mask, eqn: np.flip(mask, eqn.params['dimensions']),
@@ -306,32 +307,32 @@ _MOVES: dict[str, Callable[[Mask, Any], Mask]] = {
 }
 
 
-def _reduced(eqn: Any, ins: Sequence[Value]) -> Mask:
+def _reduced(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     return np.asarray(ins[0].zero.all(tuple(eqn.params['axes'])))
 
 
-def _reduced_some(eqn: Any, ins: Sequence[Value]) -> Mask:
+def _reduced_some(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     # The product of an empty array is one, and its maximum the least number.
-    return _reduced(eqn, ins) & (0 not in eqn.invars[0].aval.shape)
+    return _reduced(eqn, ins) & (0 not in type_of(eqn.invars[0]).shape)
 
 
-def _gathered(eqn: Any, ins: Sequence[Value]) -> Mask:
+def _gathered(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     # Elements out of bounds are the fill value: by default the least integer, or NaN.
     # NaN counts as zero here: nobody trains by it.
-    fill, dtype = eqn.params['fill_value'], eqn.outvars[0].aval.dtype
+    fill, dtype = eqn.params['fill_value'], type_of(eqn.outvars[0]).dtype
     if eqn.params['mode'] is not jax.lax.GatherScatterMode.FILL_OR_DROP:
         fill = 0
     is_zero = jnp.issubdtype(dtype, np.inexact) if fill is None else fill == 0
     return ins[0].zero.all() & np.array(is_zero)
 
 
-def _joined(eqn: Any, ins: Sequence[Value]) -> Mask:
+def _joined(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     axis = eqn.params['dimension']
-    sizes = [var.aval.shape[axis] for var in eqn.invars]
+    sizes = [type_of(var).shape[axis] for var in eqn.invars]
     return _concatenated([value.zero for value in ins], sizes, axis)
 
 
-def _stacked(eqn: Any, ins: Sequence[Value]) -> Mask:
+def _stacked(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     axis = eqn.params['axis']
     rows = [np.expand_dims(value.zero, axis) for value in ins]
     return _concatenated(rows, [1] * len(rows), axis)
@@ -346,7 +347,7 @@ def _concatenated(masks: Sequence[Mask], lengths: Sequence[int], axis: int) -> M
     return np.concatenate([*map(np.broadcast_to, masks, shapes)], axis)
 
 
-def _select(eqn: Any, ins: Sequence[Value]) -> Mask:
+def _select(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     chooser, *cases = ins
     if len(cases) != 2:
         return _all(cases)
@@ -354,14 +355,14 @@ def _select(eqn: Any, ins: Sequence[Value]) -> Mask:
     return (chooser.nonzero | first) & (chooser.zero | second)
 
 
-def _padded(eqn: Any, ins: Sequence[Value]) -> Mask:
+def _padded(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     operand, fill = ins
-    config, shape = eqn.params['padding_config'], eqn.invars[0].aval.shape
+    config, shape = eqn.params['padding_config'], type_of(eqn.invars[0]).shape
     if not fill.zero.all():
         return fill.zero & operand.zero.all()
     # Axes that are not padded stay small.
     rows = zip(shape, operand.zero.shape, config, strict=True)
-    sizes = [size if max(padding) > 0 else other for size, other, padding in rows]
+    sizes = [size if max(padding) > 0 else short for size, short, padding in rows]
     # First the elements are spread and padded, then cut where a padding is negative.
     spread = [
         n + max(n - 1, 0) * gap for n, (*_, gap) in zip(sizes, config, strict=True)
@@ -376,7 +377,7 @@ def _padded(eqn: Any, ins: Sequence[Value]) -> Mask:
     )
 
 
-_MEET: dict[str, Callable[[Any, Sequence[Value]], Mask]] = {
+_MEET: dict[str, Callable[[JaxprEqn, Sequence[Value]], Mask]] = {
     **dict.fromkeys(
         ('add', 'sub', 'add_any', 'max', 'min', 'or', 'complex'),
         lambda eqn, ins: _all(ins),

@@ -25,7 +25,9 @@ from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters import tokens
 from flax_sg.forms import mistakes, wrappers
 from flax_sg.internals import frames, modules
+from flax_sg.internals.modules import Module
 from flax_sg.internals.optional import is_nnx_model
+from flax_sg.internals.types import Args, BoundModule, Kwargs
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -64,7 +66,7 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
     def _close(self, exc_type: type[BaseException] | None) -> None:
         opening.close_last(self, exc_type)
 
-    def __call__(self, target: T, methods: Any = None) -> T:
+    def __call__(self, target: T, methods: Sequence[str] | None = None) -> T:
         """Puts a block around each call of a function, a method or a Module class.
 
         Args:
@@ -91,7 +93,10 @@ class BlockDecorator(opening.Guarded, rules.Rewrite):
 
 
 def _lifted(
-    rewrite: rules.Rewrite, target: Any, methods: Any = None, name: str = ''
+    rewrite: rules.Rewrite,
+    target: Any,
+    methods: Sequence[str] | None = None,
+    name: str = '',
 ) -> Any:
     """The target with a block around each call.
 
@@ -132,7 +137,9 @@ def _lifted(
     return _lifted_function(rewrite, target)
 
 
-def _lifted_class(rewrite: rules.Rewrite, target: Any, methods: Any) -> Any:
+def _lifted_class(
+    rewrite: rules.Rewrite, target: Any, methods: Sequence[str] | None
+) -> Any:
     if isinstance(target, functools.partial):
         cls = _lifted_class(rewrite, target.func, methods)
         return functools.partial(cls, *target.args, **target.keywords)
@@ -198,7 +205,7 @@ def _lifted_attribute(
         )
 
     @nowrap
-    def get(module: Any) -> Any:
+    def get(module: Module) -> Any:
         return attribute.__get__(module, type(module))
 
     get.__name__, get.__qualname__ = name, f'{cls.__qualname__}.{name}'
@@ -233,7 +240,7 @@ def _lifted_function(rewrite: rules.Rewrite, fn: Callable[..., Any]) -> Any:
         if modules.current_module() is module:
             return run(fn, module.scope, opening.EXISTENCE, *args)
 
-        def use(module: Any) -> Any:
+        def use(module: BoundModule) -> Any:
             return run(of_module, module.scope, opening.EXISTENCE, module, *args[1:])
 
         operands = args[1:], kwargs, fn
@@ -287,7 +294,7 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
     parameters = signature.parameters.values()
     first, *more = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
 
-    def has_target(args: Any, kwargs: Any) -> bool:
+    def has_target(args: Args, kwargs: Kwargs) -> bool:
         if len(args) + (first in kwargs) < 2:
             return False
         # If ``make`` takes more than one argument, the first of two may be the filter.
@@ -297,13 +304,15 @@ def takes_target(make: Callable[P, rules.Rewrite]) -> TakesTarget[P]:
         return is_model or not more
 
     @functools.wraps(make)
-    def with_target(*args: Any, methods: Any = None, **kwargs: Any) -> Any:
+    def with_target(
+        *args: Any, methods: Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
         if not has_target(args, kwargs):
             if methods is not None:
                 raise _methods_without_class(methods)
             return BlockDecorator.of(make_rewrite(*args, **kwargs))
-        target, *rest = args
-        rewrite = BlockDecorator.of(make_rewrite(*rest, **kwargs))
+        target, *arguments = args
+        rewrite = BlockDecorator.of(make_rewrite(*arguments, **kwargs))
         return _lifted(rewrite, target, methods, name)
 
     out: Any = with_target

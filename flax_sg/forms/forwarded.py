@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flax_sg import errors
+from flax_sg.internals.modules import Module
 
 
 class OfModule:
@@ -22,25 +23,25 @@ class OfModule:
 
     Args:
         fn: the method of a wrapper whose module has no such method of its own.
-        made: makes a method of a wrapper, from its name and the module's method.
+        make: makes a method of a wrapper, from its name and the module's method.
     """
 
     nowrap = True  # Flax leaves such an attribute of a class as it is.
 
-    def __init__(self, fn: Callable[..., Any], made: Callable[..., Any]) -> None:
-        self.fn, self.made = fn, made
+    def __init__(self, fn: Callable[..., Any], make: Callable[..., Any]) -> None:
+        self.fn, self.make = fn, make
         self.__doc__ = fn.__doc__
 
-    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+    def __get__(self, wrapper: Module | None, owner: type | None = None) -> Any:
         if wrapper is None:
             return self.fn
         name = self.fn.__name__
         method = _method_of(wrapper.module, name)
         own = method is not None and method is not self.fn
-        return types.MethodType(self.made(name, method) if own else self.fn, wrapper)
+        return types.MethodType(self.make(name, method) if own else self.fn, wrapper)
 
 
-def _method_of(module: Any, name: str) -> Callable[..., Any] | None:
+def _method_of(module: Module, name: str) -> Callable[..., Any] | None:
     """The function of a module's method; None if the module has no such method."""
     # Not getattr(type(module), name): for ``__call__`` a class without one gives the
     # function that makes instances.
@@ -61,7 +62,7 @@ def forwards(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(method)
-    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(wrapper: Module, *args: Any, **kwargs: Any) -> Any:
         return wrapper._run(name, args, kwargs)
 
     return forward
@@ -77,7 +78,7 @@ def carries(method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(method)
-    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(wrapper: Module, *args: Any, **kwargs: Any) -> Any:
         name = getattr(method, '__name__', '')
         return wrapper._run(name, args, kwargs, method)
 
@@ -91,7 +92,7 @@ def refuses(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(method)
-    def start(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    def start(wrapper: Module, *args: Any, **kwargs: Any) -> Any:
         cls = type(wrapper.module).__name__
         raise errors.ArgumentTypeError(
             f'{cls} defines its own {name}, which a wrapper cannot call.\n'

@@ -17,9 +17,10 @@ from flax.core.frozen_dict import FrozenDict
 from flax_sg.engine import contents
 from flax_sg.forms import forwarded
 from flax_sg.internals import modules
+from flax_sg.internals.modules import Module
 
 
-def seen(wrapper: Any, name: str, value: Any) -> Any:
+def seen(wrapper: Module, name: str, value: Any) -> Any:
     """What code outside of the block gets for a value of the wrapped module.
 
     Args:
@@ -46,12 +47,12 @@ def seen(wrapper: Any, name: str, value: Any) -> Any:
         parts = value.func, value.args, value.keywords
         if (new := _within(wrapper, name, parts)) is not parts:
             return type(value)(new[0], *new[1], **new[2])
-    if what := _what_reads_later(value):
-        raise wrapper._read_later(name, what)
+    if kind := _kind_that_reads_later(value):
+        raise wrapper._read_later(name, kind)
     return value
 
 
-def _within(wrapper: Any, name: str, value: Any) -> Any:
+def _within(wrapper: Module, name: str, value: Any) -> Any:
     """A list, tuple or dict of such values; itself, if nothing in it is another."""
     is_dict = isinstance(value, (dict, FrozenDict))
     items = [*value.values()] if is_dict else [*value]
@@ -63,7 +64,7 @@ def _within(wrapper: Any, name: str, value: Any) -> Any:
     return type(value)(zip(value, new, strict=True) if is_dict else new)
 
 
-def _what_reads_later(value: Any) -> str:
+def _kind_that_reads_later(value: object) -> str:
     """What a value is, if it may read variables when somebody uses it."""
     if isinstance(value, modules.Variable):
         return 'Variable'

@@ -21,6 +21,7 @@ from flax.core.scope import DenyList, Scope
 from flax_sg import errors, filters
 from flax_sg.engine import blocks, roots, selection
 from flax_sg.internals import core_scopes, modules, tracing
+from flax_sg.internals.types import Args, BoundModule, Kwargs, PyTree
 from flax_sg.rules import rules
 from flax_sg.trees.variables import Key, facts_of, iter_leaf_keys
 
@@ -78,7 +79,11 @@ def state_in(
 
 
 @contextlib.contextmanager
-def handle_state(module: Any, choice: str, block: Any) -> Generator[None]:
+def handle_state(
+    module: BoundModule,
+    choice: str,
+    block: contextlib.AbstractContextManager[blocks.Block],
+) -> Generator[None]:
     """Treats the state of a bound module as the choice says, in the body.
 
     Args:
@@ -179,7 +184,9 @@ def _is_held(
 
 
 @contextlib.contextmanager
-def _held(module: Any, holds: Callable[..., bool | filters.Part]) -> Generator[None]:
+def _held(
+    module: BoundModule, holds: Callable[..., bool | filters.Part]
+) -> Generator[None]:
     scopes = modules.own_scopes(module)
     before = [core_scopes.copied_mutable(scope) for scope in scopes]
     try:
@@ -199,8 +206,8 @@ def _put_back(
     holds: Callable[[Key], bool | filters.Part],
     sown: Collection[Key],
     key: Key,
-    now: Any,
-    before: Any,
+    now: PyTree,
+    before: PyTree,
 ) -> None:
     """Puts held state of ``before`` into ``now``; new variables stay."""
     collection, path = key
@@ -220,9 +227,9 @@ def _put_back(
 def _evaluate(
     holds: Callable[..., bool | filters.Part],
     covers: Callable[..., bool],
-    next_fun: Any,
-    args: Any,
-    kwargs: Any,
+    next_fun: Callable[..., PyTree],
+    args: Args,
+    kwargs: Kwargs,
     context: linen.module.InterceptorContext,
 ) -> Any:
     """Sets the switches of a method, or of its module, for one call."""
@@ -256,7 +263,11 @@ def _evaluate(
 
 
 def _with_argument(
-    method: Any, name: str, value: Any, args: Any, kwargs: Any
+    method: Callable[..., Any],
+    name: str,
+    value: bool | None,
+    args: Args,
+    kwargs: Kwargs,
 ) -> tuple[Any, Any]:
     signature = inspect.signature(method)
     if name not in signature.parameters:
@@ -270,7 +281,9 @@ def _with_argument(
 _OF_TO_LINEN = 'nnx_method'
 
 
-def _evaluated_nnx(method: Any, switches_of: Callable[..., dict[str, bool]]) -> Any:
+def _evaluated_nnx(
+    method: Callable[..., Any] | str | None, switches_of: Callable[..., dict[str, bool]]
+) -> Any:
     """A method of an NNX model with all switches set, as ``model.eval()`` sets them.
 
     Args:

@@ -15,6 +15,7 @@ from flax_sg.errors.texts import unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.forms import blocks, held_state, mistakes, wrappers
 from flax_sg.internals import core_scopes, modules
+from flax_sg.internals.modules import Module
 from flax_sg.rules import rules, value_rewrites
 from flax_sg.trees.leaves import collections_of, is_absent
 from flax_sg.trees.variables import iter_variables
@@ -183,7 +184,7 @@ def mirror(
     )
 
 
-def _has_collections(module: Any, variables: Mapping[str, Any]) -> bool:
+def _has_collections(module: Module, variables: Mapping[str, Any]) -> bool:
     """Whether a tree of values has collections on top, as ``init`` returns it."""
     own = {} if module.scope is None else module.variables
     return bool(collections_of(variables) or variables.keys() & own.keys())
@@ -198,7 +199,7 @@ _OF_VIEWS: Any = object()
 
 
 @contextlib.contextmanager
-def _handle_rngs(module: Any, choice: str) -> Generator[None]:
+def _handle_rngs(module: Module, choice: str) -> Generator[None]:
     """Lets a bound module draw as the choice says, in the body."""
     with contextlib.ExitStack() as stack:
         if choice == SAME:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax_sg import errors
 from flax_sg.errors.texts import brief
 from flax_sg.internals import modules
 from flax_sg.internals.optional import is_of_nnx
+from flax_sg.internals.types import BoundModule
 
 
-def check_module(wrapper: str, module: Any) -> None:
+def check_module(wrapper: str, module: object) -> None:
     """Raises unless a wrapper is given a module."""
     if isinstance(module, modules.Module):
         return
@@ -25,7 +24,7 @@ def check_module(wrapper: str, module: Any) -> None:
     raise refused(f'nn.{wrapper} wraps a Module instance', module)
 
 
-def refused(expected: str, target: Any) -> errors.ArgumentTypeError:
+def refused(expected: str, target: object) -> errors.ArgumentTypeError:
     """The error for what is no module, class or function."""
     write = (
         'For a class or a function write nn.stop_gradient(target, where), for an array '
@@ -41,16 +40,16 @@ def refused(expected: str, target: Any) -> errors.ArgumentTypeError:
     )
 
 
-def read_later(wrapper: str, cls: str, name: str, what: str) -> errors.BlockError:
+def read_later(wrapper: str, cls: str, name: str, kind: str) -> errors.BlockError:
     """A wrapper was asked for a value that reads variables when it is used."""
     write = (
         f'Iterate in the method, and return a list: return list(...) in {cls}.{name}.'
-        if 'iterator' in what
+        if 'iterator' in kind
         else f'Call a method of the module: def use(self, ...) in {cls}, which uses '
         f'self.{name}.'
     )
     return errors.BlockError(
-        f'nn.{wrapper}({cls}(...)).{name} is or holds a {what} that '
+        f'nn.{wrapper}({cls}(...)).{name} is or holds a {kind} that '
         'reads variables when it is used.\n'
         "Such a read is outside of the wrapper's calls, so the rule would miss it.\n"
         f'{write}'
@@ -66,7 +65,7 @@ def no_block(wrapper: str, cls: type) -> errors.ArgumentTypeError:
     )
 
 
-def named(wrapper: str, name: str, module: Any) -> errors.ArgumentValueError:
+def named(wrapper: str, name: str, module: BoundModule) -> errors.ArgumentValueError:
     """A wrapper was given another name than the module that it stands for."""
     cls = type(module).__name__
     return errors.ArgumentValueError(

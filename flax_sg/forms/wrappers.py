@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from flax.core.scope import Scope
@@ -27,6 +27,8 @@ from flax_sg.engine import opening
 from flax_sg.errors.texts import unknown_choice
 from flax_sg.forms import forwarded, given_away, held_state, mistakes
 from flax_sg.internals import modules
+from flax_sg.internals.modules import Module
+from flax_sg.internals.types import Args, Kwargs
 from flax_sg.rules import rules
 from flax_sg.scans import residuals
 
@@ -38,14 +40,16 @@ class _ScopeOfModule:
     and of modules.
     """
 
-    def __get__(self, wrapper: Any, owner: type | None = None) -> Scope | None:
+    def __get__(
+        self, wrapper: Module | None, owner: type | None = None
+    ) -> Scope | None:
         if wrapper is None:
             return None
         attributes = vars(wrapper)
         scope = getattr(attributes.get('module'), 'scope', None)
         return attributes.get('scope') if scope is None else scope
 
-    def __set__(self, wrapper: Any, scope: Scope | None) -> None:
+    def __set__(self, wrapper: Module, scope: Scope | None) -> None:
         attributes = vars(wrapper)
         if getattr(attributes.get('module'), 'scope', None) is None:
             attributes['scope'] = scope
@@ -80,7 +84,9 @@ class _Forwards:
         with state, self._block(self._rewrite, judge):
             yield
 
-    def _state_in(self: Any, where: filters.Filter, choice: str) -> Any:
+    def _state_in(
+        self: Any, where: filters.Filter, choice: str
+    ) -> contextlib.AbstractContextManager[None]:
         rewrite = held_state.state_in(where, choice, self._results)
         block = self._block(rewrite, judge=False)
         return held_state.handle_state(self.module, choice, block)
@@ -101,7 +107,7 @@ class _Forwards:
             raise unknown_choice('state', self.state, held_state.STATE)
         mistakes.check_module(type(self).__name__, self.module)
 
-    def _stand_for(self: Any, module: Any) -> None:
+    def _stand_for(self: Any, module: Module) -> None:
         """Takes the scope of a module that has one, and its parent and children."""
         if self._is_named_otherwise(module):
             raise mistakes.named(type(self).__name__, str(self.name), module)
@@ -109,7 +115,7 @@ class _Forwards:
         _set(self, module=module)
         modules.stand_in(self, module)
 
-    def _is_named_otherwise(self: Any, module: Any) -> bool:
+    def _is_named_otherwise(self: Any, module: Module) -> bool:
         """Whether the user gave a wrapper another name than its module has.
 
         If ``setup`` assigns a wrapper, Flax names it by the attribute and starts it
@@ -139,7 +145,7 @@ class _Forwards:
     def __exit__(self, *exc: object) -> None:
         """Python looks for ``__exit__`` before it calls ``__enter__``, which raises."""
 
-    @functools.partial(forwarded.OfModule, made=forwarded.forwards)
+    @functools.partial(forwarded.OfModule, make=forwarded.forwards)
     @nowrap  # ``nn.jit(nn.Frozen)`` and the like would have Flax wrap it.
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module."""
@@ -155,10 +161,16 @@ class _Forwards:
     )
     lazy_init: Any = forwarded.OfModule(modules.Module.lazy_init, forwarded.refuses)
 
-    def _run(self: Any, name: str, args: Any, kwargs: Any, method: Any = None) -> Any:
+    def _run(
+        self: Any,
+        name: str,
+        args: Args,
+        kwargs: Kwargs,
+        method: Callable[..., Any] | None = None,
+    ) -> Any:
         """Calls a method of the module in the block: by its name, or its function."""
 
-        def bound(module: Any) -> Any:
+        def bound(module: Module) -> Any:
             return types.MethodType(method, module) if method else getattr(module, name)
 
         scope = self.scope
@@ -167,7 +179,7 @@ class _Forwards:
         # At initialization other methods may create a part of the variables.
         judge = name == '__call__' or not scope.get_flag('initializing', False)
 
-        def use(wrapper: Any) -> Any:
+        def use(wrapper: Module) -> Any:
             with wrapper._in_block(judge):
                 return bound(wrapper.module)(*args, **kwargs)
 
@@ -193,9 +205,9 @@ class _Forwards:
         """The variables of the wrapped module, as seen in the block."""
         return self.__getattr__('variables')
 
-    def _read_later(self: Any, name: str, what: str) -> errors.BlockError:
+    def _read_later(self: Any, name: str, kind: str) -> errors.BlockError:
         wrapper, cls = type(self).__name__, type(innermost(self)).__name__
-        return mistakes.read_later(wrapper, cls, name, what)
+        return mistakes.read_later(wrapper, cls, name, kind)
 
     def _part(self: Any, part: Any) -> Any:
         """A wrapper of a part of the module, with the same paths."""
@@ -259,7 +271,7 @@ class Wrapper(_Forwards, modules.Module):
         """Checks nothing: the module is bound already."""
 
     @nowrap
-    def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
+    def _call_wrapped_method(self, fun: Any, args: Args, kwargs: Kwargs) -> Any:
         # ``apply(variables, x, method=nn.Embed.attend)`` calls it with the wrapper.
         of_module = modules.is_method_of(fun, type(innermost(self)))
         if of_module and not modules.is_method_of(fun, type(self)):
@@ -346,20 +358,20 @@ class Frozen(Wrapper):
     """
 
 
-def _set(module: Any, /, **attributes: Any) -> None:
+def _set(module: Module, /, **attributes: Any) -> None:
     """Sets attributes of a module, whose class is frozen."""
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
 
 
-def innermost(module: Any) -> Any:
+def innermost(module: Module) -> Module:
     """The module in all its wrappers."""
     while isinstance(module, Wrapper):
         module = module.module
     return module
 
 
-def _as_attached(module: Any, place: Any) -> Any:
+def _as_attached(module: Module, place: Any) -> Module:
     """A module; or its clone, if Flax has attached one in the tree of a place.
 
     Flax clones a module that was made outside of all modules, once in each tree: each

@@ -25,12 +25,12 @@ def variables_of(scope: Scope) -> dict[str, Any]:
     return scope._variables
 
 
-def minimal_scopes(scope_tree: Any) -> tuple[Scope, ...]:
+def minimal_scopes(scope_tree: PyTree) -> tuple[Scope, ...]:
     """The outermost scopes of a tree of scopes, in the order of ``lift.pack``."""
     return lift._dedup_scopes(jax.tree_util.tree_leaves(scope_tree))[0]
 
 
-def copied(tree: PyTree) -> Any:
+def copied(tree: PyTree) -> PyTree:
     """Copies nested dicts, and shares their leaves."""
     if isinstance(tree, Mapping):
         return {key: copied(value) for key, value in tree.items()}

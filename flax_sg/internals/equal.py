@@ -6,27 +6,28 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from flax_sg.internals.jaxprs import CUSTOM_CALLS, body_of, has_effect, opened
+from flax_sg.internals.types import Atom
 
 
-def identity_of(eqn: Any, read: Sequence[Any]) -> Hashable:
+def identity_of(eqn: JaxprEqn, read: Sequence[Hashable]) -> Hashable:
     """What two equations have in common that make the same; None if it is not known.
 
     Args:
         eqn: the equation.
         read: what stands for the variables that it reads, and its literals.
     """
-    found = None if has_effect(eqn) else _equation(eqn, read)
+    identity = None if has_effect(eqn) else _equation(eqn, read)
     try:
-        hash(found)
+        hash(identity)
     except TypeError:
         return None
-    return found
+    return identity
 
 
-def _equation(eqn: Any, read: Iterable[Any]) -> Hashable:
+def _equation(eqn: JaxprEqn, read: Iterable[Hashable]) -> Hashable:
     # Nobody differentiates what does not change: rules of derivatives do not count.
     is_custom = eqn.primitive.name in CUSTOM_CALLS
     params = {'': body_of(eqn)} if is_custom else eqn.params
@@ -53,11 +54,11 @@ def _value(value: Any) -> Hashable:
     return type(value).__name__, repr(value) if isinstance(value, float) else value
 
 
-def _program(jaxpr: Any) -> Hashable:
+def _program(jaxpr: Jaxpr) -> Hashable:
     """The equations of a jaxpr, with a number for each variable."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[Var, int] = {}
 
-    def at(atom: Any) -> Any:
+    def at(atom: Atom) -> Literal | int:
         is_literal = isinstance(atom, Literal)
         return atom if is_literal else numbers.setdefault(atom, len(numbers))
 

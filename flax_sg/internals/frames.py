@@ -29,8 +29,8 @@ def is_of_user(code: types.CodeType) -> bool:
     """Whether code belongs to the user's program."""
     if code.co_filename == '<string>':
         # ``python -c``, but not what dataclasses and namedtuple compile.
-        made = code.co_qualname.startswith('__create_fn__')
-        return not made and code.co_varnames[:1] != ('_cls',)
+        is_generated = code.co_qualname.startswith('__create_fn__')
+        return not is_generated and code.co_varnames[:1] != ('_cls',)
     return _is_file_of_user(code.co_filename)
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import linen
 
 from flax_sg.internals import tracing
+from flax_sg.internals.types import Args, Kwargs, PyTree
 
 
 def variables_of(
     module: linen.Module,
-    rngs: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    rngs: PyTree,
+    args: Args,
+    kwargs: Kwargs,
     note: Callable[..., Any],
 ) -> dict[str, Any]:
     """The shapes of a module's variables, by their collections.
@@ -37,7 +38,7 @@ def variables_of(
         if isinstance(leaf, jax.ShapeDtypeStruct)
     }
 
-    def init(rngs: Any, traced: Any) -> Any:
+    def init(rngs: PyTree, traced: PyTree) -> Any:
         values = (traced.get(n, leaf) for n, leaf in enumerate(leaves))
         own_args, own_kwargs = treedef.unflatten(values)
         return module.init(rngs, *own_args, **own_kwargs)

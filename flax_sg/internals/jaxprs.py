@@ -14,9 +14,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AxisType
 
 from flax_sg.internals import frames, versions
+from flax_sg.internals.types import AnyJaxpr, Array, Atom, Aval
 
 # Primitives that run one jaxpr once, with the same inputs and outputs. Their names
 # differ between versions of JAX.
@@ -46,22 +48,23 @@ _CONDITIONALS = inspect.unwrap(jax.lax.cond).__code__.co_filename
 BLOCK = 'block:'
 
 
-def opened(jaxpr: Any) -> Any:
+def opened(jaxpr: AnyJaxpr) -> Jaxpr:
     """The open jaxpr of a jaxpr that may be closed over constants."""
-    return getattr(jaxpr, 'jaxpr', jaxpr)
+    open_jaxpr: Jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)  # pyright: ignore
+    return open_jaxpr
 
 
-def closed_body_of(eqn: Any) -> Any:
+def closed_body_of(eqn: JaxprEqn) -> AnyJaxpr:
     """What an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs, with its constants."""
     return next(eqn.params[name] for name in _BODY if name in eqn.params)
 
 
-def body_of(eqn: Any) -> Any:
+def body_of(eqn: JaxprEqn) -> Jaxpr:
     """The open jaxpr of what an equation of ``CALLS`` or ``CUSTOM_CALLS`` runs."""
     return opened(closed_body_of(eqn))
 
 
-def called_by(eqn: Any) -> Any:
+def called_by(eqn: JaxprEqn) -> AnyJaxpr | None:
     """The jaxpr that a call, a checkpoint or a custom call runs; None for others.
 
     With the flag ``jax_remat3`` and its like, the jaxpr is in an object of JAX.
@@ -74,7 +77,7 @@ def called_by(eqn: Any) -> Any:
     return jaxpr if is_body else None
 
 
-def is_plain_jit(eqn: Any) -> bool:
+def is_plain_jit(eqn: JaxprEqn) -> bool:
     """Whether an equation is a ``jax.jit`` that says no more than its body does.
 
     If a JAX names these parameters otherwise, no equation is.
@@ -87,12 +90,17 @@ def is_plain_jit(eqn: Any) -> bool:
     return not any(x and type(x).__name__ != 'UnspecifiedValue' for x in said)
 
 
-def is_ref(var: Any) -> bool:
+def type_of(atom: Atom) -> Aval:
+    """The type of a variable or a literal, which JAX declares without a shape."""
+    return atom.aval
+
+
+def is_ref(var: Atom) -> bool:
     """Whether a variable of a jaxpr is a mutable array."""
     return 'Ref' in type(getattr(var, 'aval', None)).__name__
 
 
-def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+def shape_of(aval: Aval) -> jax.ShapeDtypeStruct:
     """The argument with which a function is traced for a type."""
     options = {'weak_type': getattr(aval, 'weak_type', False)}
     mesh = getattr(getattr(aval, 'sharding', None), 'mesh', None)
@@ -101,7 +109,7 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **options)
 
 
-def placed(array: Any, aval: Any) -> Any:
+def placed(array: Array, aval: Aval) -> Array:
     """An array with the sharding of a type, on a mesh whose axes are part of types."""
     sharding = getattr(aval, 'sharding', None)
     axes = getattr(getattr(sharding, 'mesh', None), 'axis_types', None) or ()
@@ -110,7 +118,7 @@ def placed(array: Any, aval: Any) -> Any:
     return jax.sharding.reshard(array, sharding)
 
 
-def varying_axes(aval: Any) -> frozenset[str]:
+def varying_axes(aval: Aval) -> frozenset[str]:
     """The axes of a ``jax.shard_map`` along which the values of a type differ.
 
     It knows none with ``check_vma=False``. jax 0.9 gave the attribute another name.
@@ -120,7 +128,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return getattr(getattr(aval, 'manual_axis_type', None), 'varying', frozenset())
 
 
-def has_effect(eqn: Any) -> bool:
+def has_effect(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than to make its outputs.
 
     In a ``jax.shard_map`` JAX notes the axes that a collective reads as effects.
@@ -131,12 +139,12 @@ def has_effect(eqn: Any) -> bool:
 class Checkpoint(NamedTuple):
     """The jaxpr and the arguments of a ``jax.checkpoint``."""
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     policy: Callable[..., Any] | None
     prevent_cse: bool
 
 
-def checkpoint_of(eqn: Any) -> Checkpoint | None:
+def checkpoint_of(eqn: JaxprEqn) -> Checkpoint | None:
     """The ``jax.checkpoint`` of an equation; None for other equations."""
     if eqn.primitive.name not in CHECKPOINTS:
         return None
@@ -144,12 +152,12 @@ def checkpoint_of(eqn: Any) -> Checkpoint | None:
     return Checkpoint(params['jaxpr'], params['policy'], params['prevent_cse'])
 
 
-def user_primitive_of(eqn: Any) -> Any:
+def user_primitive_of(eqn: JaxprEqn) -> Any:
     """The primitive of a user (``jax.experimental.hijax``) in an equation, or None."""
     return eqn.params.get('_prim')
 
 
-def bind(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def bind(equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
     """Runs one equation of a jaxpr, as ``jax.core.eval_jaxpr`` does."""
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
@@ -197,49 +205,49 @@ def kept_arguments(compiled: Any) -> list[int]:
     return sorted(compiled._executable._kept_var_idx)
 
 
-def callbacks_in(jaxpr: Any) -> list[Hashable]:
+def callbacks_in(jaxpr: AnyJaxpr) -> list[Hashable]:
     """The functions of Python that a jaxpr calls, and what it prints.
 
     Two are equal if they are the same object, or compiled from the same code with the
     same values.
     """
-    found: list[Hashable] = []
+    calls: list[Hashable] = []
     for eqn in opened(jaxpr).eqns:
         params = eqn.params
         if eqn.primitive.name.endswith(('callback', 'debug_print')):
-            found.append((eqn.primitive.name, _what(params.get('callback', params))))
+            calls.append((eqn.primitive.name, _key_of(params.get('callback', params))))
         for inner in within(eqn):
-            found += callbacks_in(inner)
-    return found
+            calls += callbacks_in(inner)
+    return calls
 
 
-def within(eqn: Any) -> list[Any]:
+def within(eqn: JaxprEqn) -> list[AnyJaxpr]:
     """The jaxprs among the parameters of an equation."""
     values = jax.tree.leaves(list(eqn.params.values()))
     return [value for value in values if hasattr(opened(value), 'eqns')]
 
 
-def _what(value: Any) -> Hashable:
-    """What tells a value or a function from others; functions by code and values."""
+def _key_of(value: Any) -> Hashable:
+    """What a value is compared by; of a function its code and the values in it."""
     value = getattr(value, 'callback_func', value)
     if isinstance(value, functools.partial):
-        return _what(value.func), _what(value.args), _what(value.keywords)
+        return _key_of(value.func), _key_of(value.args), _key_of(value.keywords)
     if isinstance(value, (tuple, list)):
-        return tuple(map(_what, value))
+        return tuple(map(_key_of, value))
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return _what(value.__code__), _what(cells), _what(value.__defaults__)
+        return _key_of(value.__code__), _key_of(cells), _key_of(value.__defaults__)
     if isinstance(value, types.CodeType):
-        return value.co_code, value.co_names, _what(value.co_consts)
+        return value.co_code, value.co_names, _key_of(value.co_consts)
     return value if isinstance(value, Hashable) else repr(value)
 
 
-def name_stack_of(eqn: Any) -> str:
+def name_stack_of(eqn: JaxprEqn) -> str:
     """The name stack under which an equation of a jaxpr was traced."""
     return str(eqn.source_info.name_stack)
 
 
-def carried_by(scan: Any) -> range:
+def carried_by(scan: JaxprEqn) -> range:
     """The positions of the carry among the inputs of a scan.
 
     Constants come before the carry, scanned inputs after it. jax 0.11 replaced the two
@@ -265,12 +273,12 @@ class Bodies(NamedTuple):
             the body are their next values.
     """
 
-    jaxprs: tuple[Any, ...]
+    jaxprs: tuple[AnyJaxpr, ...]
     first: int = 0
     carry: range = range(0)
 
     @classmethod
-    def of(cls, eqn: Any) -> Bodies:
+    def of(cls, eqn: JaxprEqn) -> Bodies:
         """The jaxprs in an equation."""
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS:
@@ -294,7 +302,7 @@ class Frame(NamedTuple):
     line: int
 
 
-def frames_of(eqn: Any, within: str = '') -> Iterator[Frame]:
+def frames_of(eqn: JaxprEqn, within: str = '') -> Iterator[Frame]:
     """The lines of the user's program that made an equation, the innermost first.
 
     Args:
@@ -313,7 +321,7 @@ def frames_of(eqn: Any, within: str = '') -> Iterator[Frame]:
             return
 
 
-def is_of_cond(eqn: Any) -> bool:
+def is_of_cond(eqn: JaxprEqn) -> bool:
     """Whether JAX itself made an equation, for ``lax.cond`` or ``lax.switch``.
 
     The frames that traced the branches do not count; jax 0.7.2 records these, too.
@@ -331,12 +339,12 @@ def described(frame: Frame) -> str:
     return f'{frames.file_name(frame.file)}:{frame.line} ({frame.function})'
 
 
-def source_of(eqn: Any, within: str = '') -> str:
+def source_of(eqn: JaxprEqn, within: str = '') -> str:
     """The line of the user that made an equation, or ''; see ``frames_of``."""
     return next(map(described, frames_of(eqn, within)), '')
 
 
-def operation(eqn: Any) -> str:
+def operation(eqn: JaxprEqn) -> str:
     """What an equation does, in the words of a user."""
     name, params = eqn.primitive.name, eqn.params
     if name in CUSTOM_CALLS:
@@ -347,6 +355,6 @@ def operation(eqn: Any) -> str:
     return f'{params["name"]}' if name in JITTED else name
 
 
-def function_in(eqn: Any) -> str:
+def function_in(eqn: JaxprEqn) -> str:
     """The name, file and line of the function that a jit equation runs."""
     return str(eqn.params['jaxpr'].jaxpr.debug_info.func_src_info)

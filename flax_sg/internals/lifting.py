@@ -15,7 +15,7 @@ import functools
 import re
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -24,9 +24,13 @@ from flax.core.scope import Scope
 from flax.linen import transforms as linen_transforms
 
 from flax_sg.internals import versions
+from flax_sg.internals.types import PyTree
 
 # Flax's names for its transforms.
 JIT, SCAN, REMAT, MAP = 'jit', 'scan', 'remat', 'map_variables'
+
+# The body of a scan: from the carry and a slice of xs to the carry and a slice of ys.
+Body: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 # ``debug_path`` names the transforms around each module: ``remat(scan(layers))``.
 _SCAN_OR_REMAT = re.compile(rf'({SCAN}|{REMAT})\(')
@@ -80,7 +84,7 @@ def _check_loop() -> None:
     """Raises unless Flax calls our loop, with variables where ``param_path`` looks."""
     names: list[Any] = []
 
-    def loop(body: Any, init: Any, xs: Any, **_: Any) -> Any:
+    def loop(body: Body, init: PyTree, xs: PyTree, **_: Any) -> Any:
         _, out = body(init, xs)
         for side, tree in (('in', xs), ('out', out)):
             for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
@@ -101,7 +105,7 @@ def _check_loop() -> None:
     versions.check({'flax.core.axes_scan.scan': hands_over}, 'scan(frozen_layers=)')
 
 
-def with_names(fn: Any, **names: Any) -> Any:
+def with_names(fn: Callable[..., Any], **names: Any) -> Any:
     """Copies a function, with other objects for some of its globals."""
     copy = types.FunctionType(
         fn.__code__,

@@ -20,6 +20,7 @@ from flax.linen import transforms as linen_transforms
 
 from flax_sg import errors
 from flax_sg.internals import core_scopes
+from flax_sg.internals.types import PyTree
 
 Module = linen_module.Module
 
@@ -88,7 +89,7 @@ def module_of(frame: types.FrameType) -> Module | None:
     return module if is_method else None
 
 
-def _code_of(method: Any) -> Any:
+def _code_of(method: Any) -> types.CodeType | None:
     """The code that runs for what a class has under a name."""
     method = getattr(method, 'wrapped', method)  # Flax wraps a property in an object.
     if isinstance(method, property):
@@ -103,7 +104,7 @@ def running_method() -> tuple[Module, str] | None:
 
     Flax's own stack holds modules only, so this searches the Python stack.
     """
-    user_frame: Any = sys._getframe(1)
+    user_frame: types.FrameType | None = sys._getframe(1)
     while user_frame is not None:
         if user_frame.f_code is Module._call_wrapped_method.__code__:
             return user_frame.f_locals['self'], user_frame.f_locals['fun'].__name__
@@ -183,7 +184,7 @@ def clone_on(module: Module, scopes: list[Scope]) -> Module:
     return clone
 
 
-def _in_order_of(value: Any, copy: Any) -> Any:
+def _in_order_of(value: PyTree, copy: PyTree) -> PyTree:
     """Restores the order of dicts in a copied field: Flax sorts them."""
     if isinstance(value, Mapping) and isinstance(copy, Mapping):
         items = {key: _in_order_of(item, copy[key]) for key, item in value.items()}
@@ -194,7 +195,7 @@ def _in_order_of(value: Any, copy: Any) -> Any:
     return copy
 
 
-def _names(value: Any) -> Any:
+def _names(value: PyTree) -> list[Any] | None:
     """The keys of the dicts in a field, in their order."""
     if isinstance(value, Mapping):
         return [(key, _names(item)) for key, item in value.items()]
@@ -278,19 +279,19 @@ def place_of(module: Module) -> Any:
     return module.parent
 
 
-def names_at_once(place: Any) -> bool:
+def names_at_once(place: object) -> bool:
     """Whether Flax names a new module in ``place`` now, not when setup assigns it."""
     return isinstance(place, Module) and not place._state.in_setup
 
 
-def autoname(parent: Any, cls: type) -> str:
+def autoname(parent: Module, cls: type) -> str:
     """Takes the name that Flax would give to the next unnamed module of a class."""
     cursor = parent._state.autoname_cursor.get(cls.__name__, 0)
     parent._state.autoname_cursor[cls.__name__] = cursor + 1
     return f'{cls.__name__}_{cursor}'
 
 
-def is_method_of(fn: Any, cls: type) -> bool:
+def is_method_of(fn: Callable[..., Any], cls: type) -> bool:
     """Whether ``fn`` is a method of a Module class, with or without Flax's wrapper."""
     for base in cls.__mro__:
         method = vars(base).get(getattr(fn, '__name__', ''))
@@ -307,14 +308,14 @@ def own_scopes(module: Module) -> tuple[Scope, ...]:
 
 def field_leaves(module: Module) -> list[Any]:
     """The leaves in the fields of a module, and in fields of modules found there."""
-    found: list[Any] = []
+    leaves: list[Any] = []
     waiting = [module]
     while waiting:
         part = waiting.pop()
         fields = [f.name for f in dataclasses.fields(part) if f.init]
         values = [getattr(part, name) for name in fields if name != 'parent']
         for leaf in jax.tree_util.tree_leaves(values):
-            if not any(leaf is other for other in found):
-                found.append(leaf)
+            if not any(leaf is other for other in leaves):
+                leaves.append(leaf)
                 waiting += [leaf] if isinstance(leaf, Module) else []
-    return found
+    return leaves

@@ -38,5 +38,5 @@ def is_of_nnx(cls: type, *names: str) -> bool:
 
 
 def is_nnx_model(value: object) -> bool:
-    """Whether something is a model of NNX."""
+    """Whether a value is a model of NNX."""
     return is_of_nnx(type(value), 'Module')

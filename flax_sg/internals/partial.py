@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax._src.interpreters import partial_eval
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from flax_sg.internals import versions
 from flax_sg.internals.jaxprs import CHECKPOINTS, CUSTOM_CALLS, opened, within
+from flax_sg.internals.types import Array, Atom, Aval
 
 
 class Halves(NamedTuple):
@@ -34,10 +35,10 @@ class Halves(NamedTuple):
         changes: for each output whether it changes; None if nothing reads it.
     """
 
-    known: Any
+    known: Jaxpr
     known_reads: list[int]
     kept: int
-    late: Any
+    late: Jaxpr
     late_reads: list[int]
     changes: list[bool | None]
 
@@ -49,7 +50,7 @@ _AS_ONE.def_abstract_eval(lambda *_, eqn: [var.aval for var in eqn.outvars])
 
 
 def halves_of(
-    eqn: Any,
+    eqn: JaxprEqn,
     changes: Sequence[bool],
     is_kept: Callable[..., bool],
     again: Set[int] = frozenset(),
@@ -76,7 +77,7 @@ def halves_of(
     unknown = [changes[n] for n in places.values()]
     opens = set[int]()
 
-    def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
+    def policy(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
         if primitive is _AS_ONE:
             return id(params['eqn']) not in again
         return is_kept(primitive, *avals, **params)
@@ -87,10 +88,10 @@ def halves_of(
             whole, unknown, True, asked, asked, policy
         )
         # Loops of which a part changes are in the late half: they are opened.
-        found = {*_ones_in(late)} - again
-        if not found:
+        loops = {*_ones_in(late)} - again
+        if not loops:
             break
-        opens |= found
+        opens |= loops
     late, reads = partial_eval.dce_jaxpr(
         late, [new for new, is_made in zip(is_new, inst, strict=True) if is_made]
     )
@@ -98,7 +99,7 @@ def halves_of(
     outs = [True] * (len(known.outvars) - count)
     known, known_reads = partial_eval.dce_jaxpr(known, [*outs, *kept])
     fixed = [n for n, new in zip(places.values(), unknown, strict=True) if not new]
-    found_new = dict(zip(outvars, is_new, strict=True))
+    is_new_of = dict(zip(outvars, is_new, strict=True))
     of_user = any(one.params.get('differentiated') for one in _all_in(eqn))
     return Halves(
         _restored(known, of_user),
@@ -106,21 +107,21 @@ def halves_of(
         sum(kept),
         _restored(late, of_user),
         [n for n, used in zip(places.values(), late_reads, strict=True) if used],
-        [found_new.get(var) for var in eqn.outvars],
+        [is_new_of.get(var) for var in eqn.outvars],
     )
 
 
-def _program_of(eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+def _program_of(eqn: JaxprEqn, invars: Sequence[Atom], outvars: Sequence[Var]) -> Jaxpr:
     """A jaxpr of one equation."""
     empty = jax.make_jaxpr(lambda: ())().jaxpr
     parts = {'invars': [*invars], 'outvars': [*outvars], 'eqns': [eqn]}
     return empty.replace(**parts, effects=eqn.effects)
 
 
-def _as_ones(eqn: Any, again: Set[int], opens: Set[int]) -> Any:
+def _as_ones(eqn: JaxprEqn, again: Set[int], opens: Set[int]) -> JaxprEqn:
     """The equation, in whose bodies those that are not opened stand as one."""
 
-    def as_one(inner: Any) -> Any:
+    def as_one(inner: JaxprEqn) -> JaxprEqn:
         ids = {id(one) for one in _all_in(inner)}
         is_loop = inner.primitive.name in ('scan', 'while') and not ids & (
             again | opens
@@ -132,13 +133,13 @@ def _as_ones(eqn: Any, again: Set[int], opens: Set[int]) -> Any:
     return _in_bodies(eqn, as_one)
 
 
-def _restored(jaxpr: Any, of_user: bool) -> Any:
+def _restored(jaxpr: Jaxpr, of_user: bool) -> Jaxpr:
     """A jaxpr with the equations that stood as one.
 
     JAX marks the checkpoints in a late half as differentiated, which these are not yet.
     """
 
-    def restored(eqn: Any) -> Any:
+    def restored(eqn: JaxprEqn) -> JaxprEqn:
         if eqn.primitive is _AS_ONE:
             one = eqn.params['eqn']
             return eqn.replace(primitive=one.primitive, params=one.params)
@@ -150,14 +151,14 @@ def _restored(jaxpr: Any, of_user: bool) -> Any:
     return _each(jaxpr, restored)
 
 
-def _in_bodies(eqn: Any, one: Callable[[Any], Any]) -> Any:
-    """An equation with other equations in its bodies, but for rules of derivatives."""
+def _in_bodies(eqn: JaxprEqn, change: Callable[[JaxprEqn], JaxprEqn]) -> JaxprEqn:
+    """An equation whose bodies have changed equations; rules of derivatives stay."""
     if eqn.primitive.name in CUSTOM_CALLS or not within(eqn):
         return eqn
     is_body = lambda x: hasattr(opened(x), 'eqns')  # noqa: E731
     params = {
         name: jax.tree.map(
-            lambda x: _each(x, one) if is_body(x) else x, value, is_leaf=is_body
+            lambda x: _each(x, change) if is_body(x) else x, value, is_leaf=is_body
         )
         if any(map(is_body, jax.tree.leaves(value, is_leaf=is_body)))
         else value
@@ -166,14 +167,14 @@ def _in_bodies(eqn: Any, one: Callable[[Any], Any]) -> Any:
     return eqn.replace(params=params)
 
 
-def _each(jaxpr: Any, one: Callable[[Any], Any]) -> Any:
-    """A jaxpr, open or closed, with other equations."""
+def _each(jaxpr: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
+    """A jaxpr, open or closed, with changed equations."""
     if opened(jaxpr) is not jaxpr:  # jax 0.12 opens one that is open.
-        return jaxpr.replace(jaxpr=_each(opened(jaxpr), one))
-    return jaxpr.replace(eqns=[*map(one, jaxpr.eqns)])
+        return jaxpr.replace(jaxpr=_each(opened(jaxpr), change))
+    return jaxpr.replace(eqns=[*map(change, jaxpr.eqns)])
 
 
-def _all_in(eqn: Any) -> Iterator[Any]:
+def _all_in(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """An equation, and those in its bodies."""
     yield eqn
     for body in within(eqn):
@@ -181,7 +182,7 @@ def _all_in(eqn: Any) -> Iterator[Any]:
             yield from _all_in(inner)
 
 
-def _ones_in(jaxpr: Any) -> Iterator[int]:
+def _ones_in(jaxpr: Jaxpr) -> Iterator[int]:
     """Yields the ids of the equations that stand as one in a jaxpr."""
     for eqn in jaxpr.eqns:
         for inner in _all_in(eqn):
@@ -207,7 +208,7 @@ def _split(fun: Callable[..., Any], changes: Sequence[bool]) -> tuple[list[str],
 
 
 def _splits_loops() -> bool:
-    def loop(a: Any, b: Any) -> Any:
+    def loop(a: Array, b: Array) -> Array:
         turn = lambda carry, _: (carry * jnp.sin(a), None)  # noqa: E731
         return jax.lax.scan(turn, b, None, 2)[0]
 
@@ -224,8 +225,8 @@ def _leaves_rules() -> bool:
 
 def _drops() -> bool:
     jaxpr = jax.make_jaxpr(lambda a, b: (jnp.sin(a), jnp.cos(b)))(1.0, 1.0).jaxpr
-    found, read = partial_eval.dce_jaxpr(jaxpr, [False, True])
-    return [eqn.primitive.name for eqn in found.eqns] == ['cos'] and read == [
+    late, read = partial_eval.dce_jaxpr(jaxpr, [False, True])
+    return [eqn.primitive.name for eqn in late.eqns] == ['cos'] and read == [
         False,
         True,
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from flax_sg.internals import jaxprs
+from flax_sg.internals.types import AnyJaxpr, Array, Atom, Aval
 
 UNKNOWN = 'unknown'
 
@@ -88,14 +89,14 @@ class Program:
     def __init__(self) -> None:
         """Begins a program."""
         self.steps = list[Step]()
-        self.avals = list[Any]()
+        self.avals = list[Aval]()
 
-    def new(self, aval: Any) -> int:
-        """Another value."""
+    def new(self, aval: Aval) -> int:
+        """Adds a value of a type; returns its number."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def constant(self, var: Any, value: Any) -> Value:
+    def constant(self, var: Var, value: Array) -> Value:
         """The value of a constant that a jaxpr is closed over."""
         return Literal(value, var.aval)
 
@@ -111,7 +112,7 @@ class Program:
 
     def walk(
         self,
-        jaxpr: Any,
+        jaxpr: AnyJaxpr,
         ins: Iterable[Value],
         site: Site,
         add: Callable[..., Sequence[Value]] | None = None,
@@ -125,13 +126,13 @@ class Program:
             add: adds one equation, by default as ``self.add``.
         """
         body, add = jaxprs.opened(jaxpr), add or self.add
-        values: dict[Any, Value] = dict(zip(body.invars, ins, strict=True))
+        values: dict[Atom, Value] = dict(zip(body.invars, ins, strict=True))
         for var, value in zip(
             body.constvars, getattr(jaxpr, 'consts', ()), strict=True
         ):
             values[var] = self.constant(var, value)
 
-        def at(atom: Any) -> Value:
+        def at(atom: Atom) -> Value:
             return atom if isinstance(atom, Literal) else values[atom]
 
         for eqn in body.eqns:
@@ -141,12 +142,12 @@ class Program:
 
 
 def numbers_in(values: Iterable[Value]) -> list[int]:
-    """Those of some values that are no constants."""
+    """The numbers among some values, without constants."""
     return [x for x in values if isinstance(x, int)]
 
 
 def is_in(value: Value, values: set[int]) -> bool:
-    """Whether a value is one of some; a constant never is."""
+    """Whether a value is in a set; a constant never is."""
     return isinstance(value, int) and value in values
 
 
@@ -163,24 +164,24 @@ def made_by(
 ) -> list[Step]:
     """The steps that make some values and all that those need, in order."""
     maker = makers_of(steps)
-    found, done = {*wanted}, {*known}
+    needed, done = {*wanted}, {*known}
     todo = [*values, *(x for step in wanted for x in step.read())]
     while todo:
         value = todo.pop()
         if value not in done and value in maker:
             done.add(value)
-            found.add(maker[value])
+            needed.add(maker[value])
             todo += maker[value].read()
-    return [step for step in steps if step in found]
+    return [step for step in steps if step in needed]
 
 
 def run(
-    steps: Iterable[Step], values: Mapping[int, Any], asked: Iterable[Value]
-) -> list[Any]:
+    steps: Iterable[Step], values: Mapping[int, Array], asked: Iterable[Value]
+) -> list[Array]:
     """Runs some steps on the values that they read; returns the values asked for."""
     known = dict(values)
 
-    def value_of(x: Value) -> Any:
+    def value_of(x: Value) -> Array:
         return known[x] if isinstance(x, int) else x.val
 
     for step in steps:

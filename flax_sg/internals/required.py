@@ -26,7 +26,7 @@ from flax.linen import transforms as linen_transforms
 from jax.custom_batching import custom_vmap
 
 from flax_sg.internals import lifting, modules, tracing
-from flax_sg.internals.types import PyTree
+from flax_sg.internals.types import Array, PyTree
 
 
 class _Called(BaseException):
@@ -79,9 +79,9 @@ def _tells_classes_apart() -> bool:
     return linen_transforms._fingerprint_recursive(cls, (), {}) == 'token'
 
 
-def _has(thing: Any, names: str) -> bool:
-    """Raises if ``thing`` lacks one of the attributes ``names``."""
-    return bool(operator.attrgetter(*names.split())(thing)) or True
+def _has(owner: Any, names: str) -> bool:
+    """Raises if ``owner`` lacks one of the attributes ``names``."""
+    return bool(operator.attrgetter(*names.split())(owner)) or True
 
 
 def _traces_anew() -> bool:
@@ -99,10 +99,10 @@ def _tells_traces_apart() -> bool:
     checks: list[bool] = []
     outside = tracing.kept_trace()
 
-    def traced(x: Any) -> Any:
+    def traced(x: Array) -> Any:
         level, kept = tracing.current_trace(), tracing.kept_trace()
 
-        def differentiated(y: Any) -> Any:
+        def differentiated(y: Array) -> Any:
             for trace in (tracing.in_trace_of(x), tracing.in_innermost_trace([level])):
                 with trace:
                     checks.append(tracing.current_trace() == level)
@@ -123,7 +123,9 @@ def _packs() -> bool:
     """Whether lifted transforms call ``_partial_pack`` with these names."""
     packed: list[Any] = []
 
-    def partial_pack(tree: PyTree, ins: Any, outs: Any, rngs: Any, name: Any) -> Any:
+    def partial_pack(
+        tree: PyTree, ins: PyTree, outs: PyTree, rngs: PyTree, name: Any
+    ) -> Any:
         packed.append(name)
         raise _Called
 
@@ -219,7 +221,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     'traces have to tell their outer traces': _tells_traces_apart,
     'lifted transforms have to call flax.core.lift._partial_pack': _packs,
     **{
-        f'attributes of {name}': lambda thing=thing, names=names: _has(thing(), names)
-        for name, (thing, names) in _ATTRIBUTES.items()
+        f'attributes of {name}': lambda owner=owner, names=names: _has(owner(), names)
+        for name, (owner, names) in _ATTRIBUTES.items()
     },
 }

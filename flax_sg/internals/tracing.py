@@ -22,7 +22,7 @@ from jax.core import Tracer as Tracer
 from jax.interpreters import ad
 
 from flax_sg.internals import versions
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Array, Aval, Leaf, Level
 
 versions.load_once(globals())
 
@@ -38,7 +38,7 @@ running_averages = jax.make_user_context(False)
 freezes = jax.make_user_context((False, False))
 
 
-def current_trace() -> Any:
+def current_trace() -> Level:
     """The trace that JAX records into, comparable with ``==``."""
     return tracers.current_trace()
 
@@ -55,7 +55,7 @@ def in_trace_of(leaf: Leaf) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def stopped(leaf: Leaf) -> Any:
+def stopped(leaf: Leaf) -> Array:
     """``jax.lax.stop_gradient(leaf)``, in a fraction of the time.
 
     JAX traces the derivative of each stop to find that it is zero, which takes as long
@@ -69,7 +69,7 @@ def stopped(leaf: Leaf) -> Any:
         return jax.lax.stop_gradient(leaf)
 
 
-def zeros_of(aval: Any) -> Any:
+def zeros_of(aval: Aval) -> Array:
     """Zeros of a type."""
     zeros = ad.zeros_like_aval(aval)
     # JAX makes zeros in the memory of the device, also for a type in host memory.
@@ -81,7 +81,7 @@ def zeros_of(aval: Any) -> Any:
     return jax.device_put(zeros, space)
 
 
-def _outwards(trace: Any) -> Iterator[Any]:
+def _outwards(trace: jax_core.Trace | None) -> Iterator[Any]:
     """Yields a trace and its outer traces, innermost first."""
     while trace is not None:
         yield trace
@@ -89,7 +89,7 @@ def _outwards(trace: Any) -> Iterator[Any]:
 
 
 def in_innermost_trace(
-    levels: Sequence[Any], *leaves: Any, examples: bool = True
+    levels: Sequence[Level], *leaves: Any, examples: bool = True
 ) -> contextlib.AbstractContextManager[Any]:
     """Makes the innermost trace of some levels and leaves the current one.
 
@@ -112,7 +112,7 @@ def in_innermost_trace(
     return in_trace_of(leaves[0]) if leaves else contextlib.nullcontext()
 
 
-def kept_traces(level: Any = None) -> Iterator[weakref.ref[Any]]:
+def kept_traces(level: Level = None) -> Iterator[weakref.ref[Any]]:
     """The traces that JAX may cache and reuse for other arguments, innermost first.
 
     JAX makes the traces of derivatives and batching each time, so they are left out.
@@ -128,14 +128,14 @@ def kept_traces(level: Any = None) -> Iterator[weakref.ref[Any]]:
         kept = _innermost_kept(getattr(kept(), 'parent_trace', None))
 
 
-def kept_trace(level: Any = None) -> weakref.ref[Any] | None:
+def kept_trace(level: Level = None) -> weakref.ref[Any] | None:
     """The innermost of ``kept_traces``."""
     return _innermost_kept(
         jax_core.trace_ctx.trace if level is None else level._trace_ref()
     )
 
 
-def _innermost_kept(trace: Any) -> weakref.ref[Any] | None:
+def _innermost_kept(trace: jax_core.Trace | None) -> weakref.ref[Any] | None:
     """A trace itself, or the first outer trace, that JAX may cache."""
     while trace is not None:
         outer = getattr(trace, 'parent_trace', None)
@@ -145,7 +145,7 @@ def _innermost_kept(trace: Any) -> weakref.ref[Any] | None:
     return None
 
 
-def as_weak(x: Any) -> Any:
+def as_weak(x: Array) -> Array:
     """Gives an array a weak type, as JAX gives to Python's numbers.
 
     JAX gives weak types to Python's numbers only. A computed array that replaces such a

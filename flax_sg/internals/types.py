@@ -1,12 +1,15 @@
-"""Names for types that Python cannot check, for readers of a signature.
+"""Names for types, for readers of a signature.
 
-Each of them is ``Any``: what is in a tree, or whether a filter means a part of an
-array, is known when a program runs.
+Most of them are ``Any``, which Python cannot check: what is in a tree, or
+whether a filter means a part of an array, is known when a program runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 # An array of JAX or NumPy, a tracer, or a number of Python.
 Array: TypeAlias = Any
@@ -22,6 +25,25 @@ Decision: TypeAlias = Any
 Transformation: TypeAlias = Any
 # A filter of NNX: a type, a tag, a function of path and value, or several.
 Kind: TypeAlias = Any
+# The arguments of a call: those by position, those by name.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any]
+# A module of linen or a model of NNX.
+Model: TypeAlias = Any
+# A module of linen that is bound: it has a scope, which Flax declares as optional.
+BoundModule: TypeAlias = Any
+# What NumPy takes between brackets: an int, a slice, an array, a tuple of them.
+ArrayIndex: TypeAlias = Any
+# Which of JAX's traces code runs in, see ``internals.tracing.current_trace``.
+Level: TypeAlias = Any
+# The structure of a tree, as ``jax.tree.structure`` returns it.
+TreeDef: TypeAlias = Any
+# A jaxpr, open, or closed over its constants.
+AnyJaxpr: TypeAlias = ClosedJaxpr | Jaxpr
+# What an equation of a jaxpr reads: a variable, or a constant as it is.
+Atom: TypeAlias = Literal | Var
+# The type of a value in a jaxpr: shape, dtype and sharding. JAX declares none of these.
+Aval: TypeAlias = Any
 
 
 def is_meant(decision: Decision) -> bool:

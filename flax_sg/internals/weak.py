@@ -21,7 +21,7 @@ class ByIdentity(Generic[T]):
         # The garbage collector may call ``forget`` at any time.
         self.lock = threading.RLock()
 
-    def get(self, key: Any) -> T | None:
+    def get(self, key: object) -> T | None:
         """Returns what was put in for an object, or None."""
         entry = self.known.get(id(key))
         return None if entry is None or entry[0]() is not key else entry[1]
@@ -32,7 +32,7 @@ class ByIdentity(Generic[T]):
             if (key := ref()) is not None:
                 yield key
 
-    def put(self, key: Any, value: T) -> None:
+    def put(self, key: object, value: T) -> None:
         """Puts in a value; raises TypeError for what nothing can refer to weakly."""
         identity = id(key)
         ref = weakref.ref(key, lambda _: self.forget(identity))

@@ -44,7 +44,7 @@ class Asked(NamedTuple):
         return [*zip(self.paths, self.decisions, self.leaf.arrays, strict=False)]
 
 
-def parameters(path: Keys, value: Any) -> bool:
+def parameters(path: Keys, value: object) -> bool:
     """The kind that views take by default: ``nnx.Param``, and arrays in no Variable."""
     del path
     return is_parameter(value) and not is_whole(value)
@@ -73,10 +73,10 @@ def ask(call: str, walk: Walk, where: Any, kind: Kind, unused: str) -> list[Aske
         raise wrong_argument(walk.tree, 'NNX module', f'{call}(model, where)')
     where, is_kind = filters.as_filter(where), nnx.filterlib.to_predicate(kind)
     every = [*walk.leaves.values()]
-    own = [leaf for leaf in every if is_kind(leaf.keys, leaf.value)]
+    of_kind = [leaf for leaf in every if is_kind(leaf.keys, leaf.value)]
     if kind not in (parameters, IN_VARIABLES):
         call = f'{call}(kind={_shown(kind)})'
-        if not own and unused == 'raise':
+        if not of_kind and unused == 'raise':
             raise errors.UnusedFilterError(
                 f'{call}: the kind matches nothing in the model.\n'
                 f'There are: {_kinds_in(every) or "no Variables"}.\n'
@@ -84,13 +84,13 @@ def ask(call: str, walk: Walk, where: Any, kind: Kind, unused: str) -> list[Aske
             )
     with raised_by(call):
         try:
-            return _asked(walk, own, where, unused)
+            return _asked(walk, of_kind, where, unused)
         except errors.UnusedFilterError as error:
             with contextlib.suppress(errors.FlaxSGError):
                 asked = _asked(walk, every, where, unused)
-                found = _kinds_in([x.leaf for x in asked if x.is_meant], own)
-                advice = f'It matches values of another kind: write kind={found}.'
-                if not found:  # Such as a tree of bools that is False for these.
+                kinds = _kinds_in([x.leaf for x in asked if x.is_meant], of_kind)
+                advice = f'It matches values of another kind: write kind={kinds}.'
+                if not kinds:  # Such as a tree of bools that is False for these.
                     advice = (
                         'It has values for other kinds: write kind=... in the call.'
                     )

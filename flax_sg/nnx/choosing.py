@@ -15,7 +15,7 @@ from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part_in_nnx
 from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
-from flax_sg.internals.types import Kind, Transformation
+from flax_sg.internals.types import Kind, Model, Transformation
 from flax_sg.nnx.asking import IN_VARIABLES, ask, parameters
 from flax_sg.nnx.views import VIEWS
 from flax_sg.trees.nnx_walks import Walk
@@ -42,7 +42,7 @@ class Chosen(filters.Derived):
 
     @property
     def side(self) -> str:
-        """What it names: ``'trained'`` or ``'frozen'``."""
+        """What the filter names: ``'trained'`` or ``'frozen'``."""
         return self.names
 
     def __call__(self, path: Any, value: Any = None) -> Any:
@@ -61,7 +61,11 @@ class Chosen(filters.Derived):
 
 
 def where(
-    model: Any, where: filters.Where, *, kind: Kind = parameters, unused: str = 'raise'
+    model: Model,
+    where: filters.Where,
+    *,
+    kind: Kind = parameters,
+    unused: str = 'raise',
 ) -> Chosen:
     """Turns a filter of flax_sg into an NNX filter, and checks its names at once.
 
@@ -107,21 +111,21 @@ def where(
         # An array in no Variable may be a table, which no optimizer should move.
         kind = IN_VARIABLES
     asked = ask('nnx.where', walk, where, kind, unused)
-    found = [each for each in asked if each.is_meant]
-    for _, paths, decisions in found:
+    chosen = [each for each in asked if each.is_meant]
+    for _, paths, decisions in chosen:
         if not all(decision is True for decision in decisions):
             raise of_a_part_in_nnx(paths[0], decisions[0])
-    selected = frozenset(('params', leaf.names) for leaf, *_ in found)
+    selected = frozenset(('params', leaf.names) for leaf, *_ in chosen)
     known = frozenset(('params', leaf.names) for leaf in walk.leaves.values())
     side = filters.as_filter(where).side or 'trained'
     return Chosen(selected, known, 'nnx.where', kind, side)
 
 
-def for_nnx(what: Any, call: str, model: Any = None) -> Any:
+def for_nnx(wrt: Kind, call: str, model: Model = None) -> Any:
     """An NNX filter of whatever people give as one: filters of flax_sg, or of NNX.
 
     Args:
-        what: a filter of paths, a filter of NNX, or a list with some of both.
+        wrt: a filter of paths, a filter of NNX, or a list with some of both.
         call: the call of the user, with ``{}`` for what names what is trained.
         model: the model, whose names are checked; None if it is not known yet.
 
@@ -130,21 +134,21 @@ def for_nnx(what: Any, call: str, model: Any = None) -> Any:
         FilterTypeError: if a filter of NNX holds a glob, which Flax takes for a tag, or
             a filter is known to name what is frozen.
     """
-    if isinstance(what, (list, tuple)):
-        return tuple(for_nnx(each, call, model) for each in what)
-    if isinstance(what, filters.Filter):
-        what = filters.named(what, 'trained', call)
-    if isinstance(what, str) and not re.search('[*/]', what):
+    if isinstance(wrt, (list, tuple)):
+        return tuple(for_nnx(each, call, model) for each in wrt)
+    if isinstance(wrt, filters.Filter):
+        wrt = filters.named(wrt, 'trained', call)
+    if isinstance(wrt, str) and not re.search('[*/]', wrt):
         # It may be the tag of a kind, such as those of ``nnx.with_metadata``.
-        tagged = nnx.filterlib.to_predicate(what)
+        tagged = nnx.filterlib.to_predicate(wrt)
         if model is None:
-            return tagged, filters.as_filter(what)
+            return tagged, filters.as_filter(wrt)
         if any(tagged(leaf.keys, leaf.value) for leaf in Walk(model).leaves.values()):
-            return what
-    elif isinstance(what, Chosen) or not _is_of_paths(what):
-        _check_tags(what)
-        return what
-    return filters.as_filter(what) if model is None else where(model, what)
+            return wrt
+    elif isinstance(wrt, Chosen) or not _is_of_paths(wrt):
+        _check_tags(wrt)
+        return wrt
+    return filters.as_filter(wrt) if model is None else where(model, wrt)
 
 
 def _is_of_paths(where: Any) -> bool:

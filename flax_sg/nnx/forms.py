@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flax import nnx
@@ -10,7 +10,7 @@ from flax import nnx
 from flax_sg import filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
-from flax_sg.internals.types import Kind, Scalar
+from flax_sg.internals.types import Array, Kind, PyTree, Scalar
 from flax_sg.nnx.asking import parameters
 from flax_sg.nnx.values import other_values
 from flax_sg.nnx.views import view
@@ -121,7 +121,7 @@ def train_only(model: M, where: Where, *, kind: Kind = parameters, **how: Any) -
     return view(Walk(model), rewrite, kind, 'train_only')
 
 
-def substitute(model: M, values: Any, *, kind: Kind = parameters, **how: Any) -> M:
+def substitute(model: M, values: PyTree, *, kind: Kind = parameters, **how: Any) -> M:
     """Returns a view of an NNX model that reads other values in its Variables.
 
     Gradients flow to these values, and not to the model.
@@ -161,7 +161,9 @@ def substitute(model: M, values: Any, *, kind: Kind = parameters, **how: Any) ->
     return view(walk, value_rewrites.substitute(values, **how), kind)
 
 
-def map_cotangent(model: M, where: Where, fn: Any, *values: Any, **how: Any) -> M:
+def map_cotangent(
+    model: M, where: Where, fn: Callable[..., Array], *values: Array, **how: Any
+) -> M:
     """Returns a view whose gradients go through a function, for each Variable once.
 
     The cotangents of all reads through one view are summed before the function.
@@ -262,7 +264,7 @@ def clip_gradient(model: M, where: Where, **how: Any) -> M:
     return _of(cotangent_rewrites.clip_gradient, model, where, **how)
 
 
-def replace_cotangent(model: M, where: Where, value: Any, **how: Any) -> M:
+def replace_cotangent(model: M, where: Where, value: Array, **how: Any) -> M:
     """Returns a view whose gradients are a given value.
 
     >>> import jax.numpy as jnp

@@ -36,7 +36,7 @@ _CLOSED = type, types.ModuleType, types.CodeType, logging.Logger, nnx.Variable
 _PROXIES = weakref.ProxyType, weakref.CallableProxyType
 
 
-def check(value: Any, owner: str, changed: Set[int], clean: dict[int, Any]) -> None:
+def check(value: object, owner: str, changed: Set[int], clean: dict[int, Any]) -> None:
     """Raises if a static value leads to a module that reads other values in a view.
 
     Args:
@@ -110,10 +110,10 @@ def leading_to(targets: Set[int], inside: Mapping[int, Sequence[int]]) -> set[in
             containers.setdefault(part, []).append(value)
             if part in targets:
                 waiting.append(part)
-    found = set[int]()
+    reached = set[int]()
     while waiting:
         for value in containers.get(waiting.pop(), ()):
-            if value not in found:
-                found.add(value)
+            if value not in reached:
+                reached.add(value)
                 waiting.append(value)
-    return found
+    return reached

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import name_of, shape_and_dtype
-from flax_sg.internals.types import Kind
+from flax_sg.internals.types import Kind, PyTree
 from flax_sg.rules import rules, substitutes
 from flax_sg.trees.leaf_types import is_array, is_variable
 from flax_sg.trees.leaves import ABSENT
@@ -27,7 +27,7 @@ from flax_sg.trees.nnx_walks import Leaf, Walk
 
 
 def other_values(
-    walk: Walk, values: Any, kind: Kind, where: Any = ABSENT, unused: str = 'raise'
+    walk: Walk, values: PyTree, kind: Kind, where: Any = ABSENT, unused: str = 'raise'
 ) -> rules.Rewrite:
     """The rule by which a model reads other values.
 
@@ -41,8 +41,8 @@ def other_values(
         where: what is read as other values; by default what has some.
         unused: as for filters.
     """
-    found = _values(walk, values, kind)
-    entries = {('params', names): raw(value) for names, value in found.items()}
+    value_at = _values(walk, values, kind)
+    entries = {('params', names): raw(value) for names, value in value_at.items()}
     if not entries:
         raise substitutes.no_values('a tree without a value')
     where = filters.Names(frozenset(entries)) if where is ABSENT else where
@@ -50,13 +50,13 @@ def other_values(
     return rules.Rewrite(filters.as_filter(where), rule, unused=unused)
 
 
-def _values(walk: Walk, values: Any, kind: Kind) -> dict[Names, Any]:
+def _values(walk: Walk, values: PyTree, kind: Kind) -> dict[Names, Any]:
     """Values by the first path of each Variable, and those for no path of the model.
 
     An error in the place of a value is for whoever reads it.
     """
     is_kind, targets = nnx.filterlib.to_predicate(kind), _Given(walk, values)
-    found = {
+    value_at = {
         leaf.names: targets.value_for(leaf)
         for leaf in walk.leaves.values()
         if is_kind(leaf.keys, leaf.value)
@@ -67,8 +67,8 @@ def _values(walk: Walk, values: Any, kind: Kind) -> dict[Names, Any]:
         is_plain = not target.modules and not isinstance(leaf.value, nnx.Variable)
         is_meant = is_plain or is_kind(leaf.keys, leaf.value)
         if is_meant and walk.ways.at(leaf.names) is None:
-            found[leaf.names] = leaf.value
-    return {names: value for names, value in found.items() if value is not None}
+            value_at[leaf.names] = leaf.value
+    return {names: value for names, value in value_at.items() if value is not None}
 
 
 class _Given:
@@ -79,7 +79,7 @@ class _Given:
         values: a model, a state, or a tree with some of both.
     """
 
-    def __init__(self, walk: Walk, values: Any) -> None:
+    def __init__(self, walk: Walk, values: PyTree) -> None:
         self._read = _reader(values)
         self._paths = {
             leaf: [tuple(map(str, keys)) for keys in walk.ways.every[key]]
@@ -140,7 +140,7 @@ class _Given:
         return any(isinstance(node, cls) for node in on_the_way)
 
 
-def _reader(root: Any) -> Callable[[Names], Any]:
+def _reader(root: PyTree) -> Callable[[Names], Any]:
     """A function that reads what a model or a tree has at a path; None for nothing."""
 
     @functools.cache
@@ -156,33 +156,33 @@ def _reader(root: Any) -> Callable[[Names], Any]:
     return read
 
 
-def raw(value: Any) -> Any:
+def raw(value: PyTree) -> PyTree:
     """What is stored in a Variable; an array as it is."""
     return value.get_raw_value() if isinstance(value, nnx.Variable) else value
 
 
-def _form(value: Any) -> Any:
+def _form(value: PyTree) -> Hashable:
     """The shapes and dtypes of the arrays in a value."""
     return tuple(map(shape_and_dtype, jax.tree.leaves(raw(value))))
 
 
 def _common_value(pairs: list[tuple[Names, Any]]) -> Any:
     """The value that is given at all paths of a Variable; an error if they differ."""
-    (first, value), *rest = pairs
-    for names, other in rest:
+    (first, value), *later = pairs
+    for names, other in later:
         if not _is_same(value, other):
             without = [path for path, new in pairs if new is None]
             why = f'{"/".join(without[0])!r} has none' if without else 'they differ'
-            one, two = map('/'.join, (first, names))
+            path, second = map('/'.join, (first, names))
             return errors.StructureError(
-                f'nnx.substitute: {one!r} and {two!r} are one Variable of the model, '
-                f'with one value. Of the values {why}.\n'
+                f'nnx.substitute: {path!r} and {second!r} are one Variable of the '
+                f'model, with one value. Of the values {why}.\n'
                 'Tie them in the values, too, or give a tree with one of them.'
             )
     return value
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: PyTree, other: PyTree) -> bool:
     """Whether two values are the same arrays."""
     old, new = jax.tree.leaves(raw(value)), jax.tree.leaves(raw(other))
     return len(old) == len(new) and all(map(operator.is_, old, new))

@@ -13,7 +13,7 @@ from flax import nnx
 
 from flax_sg import errors, filters
 from flax_sg.filters.paths import Path
-from flax_sg.internals.types import Kind
+from flax_sg.internals.types import Kind, Model, PyTree
 from flax_sg.internals.weak import ByIdentity
 from flax_sg.nnx.asking import ask
 from flax_sg.nnx.statics import PLAIN, check, leading_to
@@ -28,7 +28,7 @@ from flax_sg.trees.nnx_walks import Leaf, Walk
 _MUTABLE = ('hijax', 'is_hijax', 'ref', 'has_ref')
 
 
-def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Any:
+def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Model:
     """A model that reads other values in the Variables that a filter selects.
 
     Args:
@@ -87,7 +87,7 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Any:
     return model
 
 
-def copied(walk: Walk, new: Mapping[Leaf, Any]) -> Any:
+def copied(walk: Walk, new: Mapping[Leaf, Any]) -> PyTree:
     """A copy of a model: its modules are copied, with some leaves in place of others.
 
     Lists and dicts in them are new. What is static is the same object. It raises if
@@ -138,6 +138,6 @@ def _replacements(rule: substitutes.FromTree, leaf: Leaf) -> list[Any]:
     return jax.tree.leaves(value, is_leaf=is_whole)
 
 
-def _as_read(value: Any) -> Any:
+def _as_read(value: object) -> Any:
     """What a rule makes of a number of Python: an array."""
     return jnp.asarray(value) if type(value) in (int, float, complex) else value

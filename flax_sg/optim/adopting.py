@@ -19,7 +19,7 @@ import numpy as np
 from flax_sg import errors, filters
 from flax_sg.errors.texts import raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
-from flax_sg.internals.types import PyTree, Transformation
+from flax_sg.internals.types import Decision, Leaf, PyTree, Transformation
 from flax_sg.optim.belonging import check_transformation
 from flax_sg.optim.masks import parameters_of
 from flax_sg.optim.owners import (
@@ -43,7 +43,7 @@ def adopt(
     params: PyTree,
     state: PyTree,
     *earlier: Any,
-    old: Any = None,
+    old: Transformation | Sequence[Transformation] = None,
     report: Callable[[dict[str, list[str]]], Any] | None = None,
 ) -> PyTree:
     """Keeps the optimizer's state when you freeze or thaw parameters.
@@ -167,11 +167,11 @@ def _lists(
 
 # The value of an old state at a place, and its owner; None for the owner if the user
 # does not say which transformation made the state.
-Candidate: TypeAlias = tuple[Any, Owner | None]
+Candidate: TypeAlias = tuple[Leaf, Owner | None]
 
 
 def _of_all(
-    initial: Any, candidates: Sequence[Candidate], owner: Owner, is_vector: bool
+    initial: Leaf, candidates: Sequence[Candidate], owner: Owner, is_vector: bool
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
     for value, old_owner in candidates:
@@ -192,7 +192,7 @@ def _of_all(
     return initial, 'fresh'
 
 
-def _may_have_rows(value: Any, *selections: Selection) -> bool:
+def _may_have_rows(value: Leaf, *selections: Selection) -> bool:
     """Whether an array of all parameters may have a number for each trained row."""
     parts = itertools.chain(*(selection.trained for selection in selections))
     is_array = shape_of(value) != () and is_differentiable(value)
@@ -206,7 +206,7 @@ def _is_same_selection(old: Selection, new: Selection) -> bool:
     )
 
 
-def _is_same(old: Any, new: Any, shape: tuple[int, ...], path: str) -> bool:
+def _is_same(old: Decision, new: Decision, shape: tuple[int, ...], path: str) -> bool:
     """Whether the same elements of a parameter are trained, however it is written."""
     return old == new or bool(
         (mask_of(old, shape, path) == mask_of(new, shape, path)).all()
@@ -214,7 +214,7 @@ def _is_same(old: Any, new: Any, shape: tuple[int, ...], path: str) -> bool:
 
 
 def _of_one(
-    initial: Any, candidates: Sequence[Candidate], owner: Owner
+    initial: Leaf, candidates: Sequence[Candidate], owner: Owner
 ) -> tuple[Any, str]:
     """A value that belongs to one parameter, and whether it is carried, or in part."""
     out, trained, shape, path = initial, owner.trained, owner.shape, owner.name
@@ -272,7 +272,7 @@ def _warn_of_rows(
             )
 
 
-def _type(value: Any) -> Any:
+def _type(value: Leaf) -> Any:
     """The structure of a value, and the shapes and dtypes in it."""
     leaves, treedef = jax.tree.flatten(value)
     dtypes = [jnp.result_type(x) if is_number(x) else type(x) for x in leaves]

@@ -25,7 +25,7 @@ Values: TypeAlias = Mapping[Names, Any]
 
 def check_transformation(
     owners: Mapping[Names, Owner],
-    new: Any,
+    new: PyTree,
     state: PyTree,
     new_values: Values,
     old_values: Values,
@@ -114,7 +114,7 @@ def _places(
     return places
 
 
-def _remembers(value: Any) -> bool:
+def _remembers(value: object) -> bool:
     """Whether a value of all parameters is more than a count, or a random key."""
     is_array = shape_of(value) != () and is_differentiable(value)
     return is_array or is_of_one_selection(value)
@@ -141,13 +141,13 @@ class _Fields(NamedTuple):
     shared: set[Names]
     trees: set[Names]
 
-    def fits(self, others: _Fields) -> bool:
+    def fits(self, other: _Fields) -> bool:
         """Whether other fields are of the same part, whatever is frozen in either.
 
         A tree of which all is frozen has no values.
         """
-        same = self.trees == others.trees or not (self.trees and others.trees)
-        return same and self.shared == others.shared
+        same = self.trees == other.trees or not (self.trees and other.trees)
+        return same and self.shared == other.shared
 
 
 def _fields(
@@ -176,7 +176,7 @@ def _records(state: PyTree, top: Names = ()) -> Iterator[tuple[Names, str]]:
             yield from _records(node, top + names_of(keys))
 
 
-def _is_record(node: Any) -> bool:
+def _is_record(node: object) -> bool:
     return isinstance(node, tuple) and hasattr(node, '_fields')
 
 

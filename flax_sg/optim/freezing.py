@@ -18,7 +18,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import listed, raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.tracing import Tracer
-from flax_sg.internals.types import Decision, Leaf, PyTree, Transformation
+from flax_sg.internals.types import Array, Decision, Leaf, PyTree, Transformation
 from flax_sg.optim.masks import parameters_of, trained_leaves
 from flax_sg.optim.pausing import with_paused
 from flax_sg.optim.selections import (
@@ -79,7 +79,7 @@ class Freeze:
             for part, (path, leaf) in zip(parts, leaves, strict=True)
         ]
 
-    def init(self, params: PyTree) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         """The state for what is trained, with ``ABSENT`` in place of the rest."""
         is_marked = marks()
         unused = 'ignore' if is_marked else self.unused
@@ -148,10 +148,12 @@ class Freeze:
                 # Parameters that a freeze in ``tx`` drops may lack a gradient.
                 spared = functools.cache(lambda: _frozen_in(self.tx, shown))
                 grads = gradient_of_each(leaves, updates, trained, spared)
-            own = None if params is None else shown
+            inner_params = None if params is None else shown
             extra = {k: _of_trained(v, leaves, trained) for k, v in extra.items()}
             try:
-                updates, after = self._step(leaves, trained, grads, state, own, extra)
+                updates, after = self._step(
+                    leaves, trained, grads, state, inner_params, extra
+                )
             except (ValueError, TypeError, KeyError) as error:
                 is_of_all = False in trained and _is_of_all(self.tx, state, leaves)
                 if not is_of_all and _may_be_of(self.tx, state, shown):
@@ -167,13 +169,13 @@ class Freeze:
         trained: Sequence[Decision],
         gradients: Sequence[Any],
         state: PyTree,
-        own: Any,
+        inner_params: PyTree,
         extra: Mapping[str, Any],
     ) -> tuple[Any, Any]:
         """A step of ``tx`` on what is trained: the updates of all, and its state."""
         parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
         seen = leaves.treedef.unflatten(map(_seen, parameters, gradients))
-        of_trained, after = self.tx.update(seen, state, own, **extra)
+        of_trained, after = self.tx.update(seen, state, inner_params, **extra)
         out = map(_update, parameters, leaves.treedef.flatten_up_to(of_trained))
         return leaves.restore(out), after
 
@@ -289,7 +291,7 @@ def pruned(
     )
 
 
-def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Decision]) -> Any:
+def _of_trained(value: PyTree, leaves: Leaves, trained: Sequence[Decision]) -> PyTree:
     """What an optimizer sees of another argument of ``update``, such as ``value=``.
 
     A tree like the parameters is pruned as they are. If the parameters are one array,
@@ -304,10 +306,10 @@ def _of_trained(value: Any, leaves: Leaves, trained: Sequence[Decision]) -> Any:
 
 
 # A parameter: what is trained of it, its path and its value.
-_Parameter: TypeAlias = tuple[Any, filters.Path, Any]
+_Parameter: TypeAlias = tuple[Decision, filters.Path, Leaf]
 
 
-def _seen(parameter: _Parameter, gradient: Any) -> Any:
+def _seen(parameter: _Parameter, gradient: Array) -> Array:
     """What the optimizer sees of a gradient: no frozen rows, zeros in frozen parts.
 
     Gradients for each example have axes in front.
@@ -325,18 +327,18 @@ def _seen(parameter: _Parameter, gradient: Any) -> Any:
     return filters.merged(part, gradient, jnp.zeros_like(gradient), path, own)
 
 
-def _update(parameter: _Parameter, update: Any) -> Any:
+def _update(parameter: _Parameter, update: Array) -> Array:
     """The update of a parameter: one that adds nothing to what is frozen."""
     part, path, leaf = parameter
     if part is False:
         return _no_update(leaf)
     if isinstance(part, Choice):
         return part.put(update, np.shape(leaf), -0.0)
-    rest = jnp.full_like(update, -0.0) if isinstance(part, filters.Part) else update
-    return filters.merged(part, update, rest, path, np.shape(leaf))
+    frozen = jnp.full_like(update, -0.0) if isinstance(part, filters.Part) else update
+    return filters.merged(part, update, frozen, path, np.shape(leaf))
 
 
-def _no_update(leaf: Leaf) -> Any:
+def _no_update(leaf: Leaf) -> Leaf:
     """The update of a frozen leaf: a constant that adds nothing, and takes no memory.
 
     It is minus zero, as 0.0 changes the sign of -0.0. A program makes it by itself: of
@@ -344,7 +346,7 @@ def _no_update(leaf: Leaf) -> Any:
     minus zero, and it leaves out zero, as that of ``optax.set_to_zero``.
     """
 
-    def constant(leaf: Leaf) -> Any:
+    def constant(leaf: Leaf) -> Leaf:
         if not is_number(leaf):  # A float0 stands in the gradient of an integer.
             return leaf if getattr(leaf, 'dtype', None) == float0 else ABSENT
         zero = np.zeros((), getattr(leaf, 'dtype', jnp.result_type(leaf)))

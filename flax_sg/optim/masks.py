@@ -35,7 +35,7 @@ def mask(
     trained: filters.Where | Declared | Absent = ABSENT,
     frozen: filters.Where | Declared | Absent = ABSENT,
     unused: str = 'raise',
-) -> Any:
+) -> PyTree:
     """A tree of bools for optax, True at the parameters that you name.
 
     ``optax.masked(tx, mask)`` applies ``tx`` where the mask is True, and passes raw
@@ -126,7 +126,7 @@ def labels(
     rest: Hashable = ABSENT,
     *,
     unused: str = 'raise',
-) -> Any:
+) -> PyTree:
     """A tree of labels, for ``optax.multi_transform``.
 
     >>> import flax_sg as sg
@@ -172,7 +172,7 @@ def labels(
     return _in_place_of_leaves(leaves, out)
 
 
-def _in_place_of_leaves(leaves: Leaves, values: Iterable[Any]) -> Any:
+def _in_place_of_leaves(leaves: Leaves, values: Iterable[Any]) -> PyTree:
     """The tree with other values in place of its leaves; ``ABSENT`` stays."""
     # Inside of sg.freeze, optax.multi_transform asks for labels of a pruned tree.
     pairs = zip(leaves.values, values, strict=True)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from flax_sg import filters
-from flax_sg.internals.types import PyTree, Transformation
+from flax_sg.internals.types import Leaf, PyTree, Transformation
 from flax_sg.optim.selections import (
     Names,
     Selection,
@@ -58,7 +58,7 @@ class Owner(NamedTuple):
 
     @property
     def trained(self) -> Any:
-        """What is trained of the parameter."""
+        """The trained part of the parameter."""
         return self.parameter >= 0 and self.selection.trained[self.parameter]
 
     @property
@@ -77,14 +77,14 @@ class Owner(NamedTuple):
         pairs = zip(self.selection.names, self.selection.trained, strict=True)
         return next((names for names, part in pairs if filters.is_meant(part)), ())
 
-    def owns(self, value: Any) -> bool:
+    def owns(self, value: Leaf) -> bool:
         """Whether a value belongs to a parameter.
 
         A scalar may count for all parameters, unless its parameter is a scalar.
         """
         return self.parameter >= 0 and not shape_of(value) == () != self.shape
 
-    def is_as_long(self, value: Any) -> bool:
+    def is_as_long(self, value: Leaf) -> bool:
         """Whether a value is an array as long as all that is trained."""
         if len(shape_of(value)) != 1:
             return False
@@ -222,6 +222,6 @@ def values_of(state: PyTree) -> list[tuple[Names, Any]]:
     return [(names_of(keys), value) for keys, value in pairs]
 
 
-def is_of_one_selection(node: Any) -> bool:
+def is_of_one_selection(node: object) -> bool:
     """Whether a node of a state remembers steps of all parameters; it is one value."""
     return type(node).__name__ in _OF_ONE_SELECTION

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import filters
-from flax_sg.internals.types import PyTree, Transformation
+from flax_sg.internals.types import Array, Leaf, PyTree, Transformation
 from flax_sg.optim.owners import Owner, owners_of, vectors_of
 from flax_sg.optim.selections import Names, names_of
 from flax_sg.trees.leaf_types import is_differentiable
@@ -27,9 +27,9 @@ def with_paused(
     tx: Transformation,
     leaves: Leaves,
     trained: Mapping[Names, Any],
-    before: Any,
+    before: PyTree,
     after: PyTree,
-) -> Any:
+) -> PyTree:
     """The state after an update, with the old values of frozen elements.
 
     Values that belong to all parameters, such as a count of steps, go on.
@@ -60,7 +60,7 @@ def with_paused(
     return treedef.unflatten(out)
 
 
-def _is_moment(owner: Owner, value: Any) -> bool:
+def _is_moment(owner: Owner, value: Leaf) -> bool:
     """Whether a value belongs to one parameter, and is no count.
 
     The names do not always tell: ``optax.scale_by_schedule`` has a 'count', as a
@@ -72,7 +72,7 @@ def _is_moment(owner: Owner, value: Any) -> bool:
     return not is_count and (owner.names != () or owner.owns(value))
 
 
-def _paused(part: filters.Part, new: Any, old: Any, owner: Owner) -> Any:
+def _paused(part: filters.Part, new: Array, old: Array, owner: Owner) -> Array:
     """A value of one parameter; the old one where its elements are frozen.
 
     A value of another shape, such as Adafactor's sums of rows, belongs to all elements:
@@ -89,7 +89,7 @@ def _paused(part: filters.Part, new: Any, old: Any, owner: Owner) -> Any:
     return jnp.where(mask, new, old)
 
 
-def _mask_of_vector(owner: Owner, trained: Mapping[Names, Any]) -> Any:
+def _mask_of_vector(owner: Owner, trained: Mapping[Names, Any]) -> Array:
     """Which elements are trained of the vector that ``optax.flatten`` made."""
     selection = owner.selection
     rows = zip(selection.names, selection.shapes, selection.trained, strict=True)

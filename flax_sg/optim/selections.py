@@ -52,7 +52,7 @@ class Selection:
         return cls(leaves.paths, names, [*map(shape_of, leaves.values)], trained)
 
     def within(self, outer: Selection) -> Selection:
-        """What it trains of whole arrays, if an outer freeze has cut some rows."""
+        """The selection for whole arrays, if an outer freeze has cut some rows."""
         cut = {
             names: (rows, shape)
             for names, rows, shape in zip(
@@ -103,7 +103,7 @@ def inside(trained: Sequence[Decision]) -> contextlib.AbstractContextManager[Any
 class Marked:
     """The state of a freeze, and its selection. JAX's key of the state has no name."""
 
-    value: Any
+    value: PyTree
     selection: Selection
 
 
@@ -139,7 +139,7 @@ def selections(tx: Transformation, params: PyTree) -> dict[Names, Selection]:
     return by_place
 
 
-def _is_marked(node: Any) -> bool:
+def _is_marked(node: object) -> bool:
     return isinstance(node, Marked)
 
 

@@ -188,8 +188,8 @@ def _follows(before: list[_Rows], after: list[_Rows], level: int) -> bool:
 
 def _numbered(name: str) -> tuple[str, str, str]:
     """What stands before the last number in a name, the number, and what follows."""
-    found = re.fullmatch(r'(.*?)([0-9]+)([^0-9]*)', name, re.DOTALL)
-    return (found[1], found[2], found[3]) if found else (name, '', '')
+    match = re.fullmatch(r'(.*?)([0-9]+)([^0-9]*)', name, re.DOTALL)
+    return (match[1], match[2], match[3]) if match else (name, '', '')
 
 
 def _glob(first: str, last: str) -> str:

@@ -18,15 +18,15 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Scalar
+from flax_sg.internals.types import Array, Scalar
 from flax_sg.rules import cotangents
 from flax_sg.rules.rules import Rewrite
 
 
 def map_cotangent(
     where: filters.Where,
-    fn: Callable[..., Any],
-    *values: Any,
+    fn: Callable[..., Array],
+    *values: Array,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
@@ -185,9 +185,9 @@ def reverse_gradient(
 def clip_gradient(
     where: filters.Where,
     *,
-    value: Any = None,
-    norm: Any = None,
-    global_norm: Any = None,
+    value: Scalar | None = None,
+    norm: Scalar | None = None,
+    global_norm: Scalar | None = None,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
 ) -> Rewrite:
@@ -280,7 +280,7 @@ def print_cotangent(
 
 def replace_cotangent(
     where: filters.Where,
-    value: Any,
+    value: Array,
     *,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
@@ -353,22 +353,22 @@ def copy_cotangent(
         CotangentError: if two parameters differ in shape or dtype.
         BlockError: if the block was opened in the body of a lifted transform.
     """
-    given: Any = sources
-    if not isinstance(given, Mapping):
+    argument: Any = sources
+    if not isinstance(argument, Mapping):
         write = "nn.copy_cotangent({'target': 'source'})"
-        raise wrong_argument(given, 'dict of paths', write)
+        raise wrong_argument(argument, 'dict of paths', write)
     named = dict.fromkeys([*sources, *sources.values()])
     where = [re.sub(r'([*?\[\]\\])', r'\\\1', path) for path in named]
     rule = cotangents.Copy(sources, add)
     return Rewrite(filters.as_filter(where), rule, collections, unused)
 
 
-def _check_numeric(value: Any, what: str) -> None:
+def _check_numeric(value: object, expected: str) -> None:
     if not isinstance(value, (int, float, complex, np.number, np.ndarray, jax.Array)):
-        raise wrong_argument(value, what, 'a number or an array of numbers')
+        raise wrong_argument(value, expected, 'a number or an array of numbers')
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: Scalar) -> None:
     _check_numeric(value, f'number for {name}')
     if np.ndim(value):
         raise errors.ArgumentValueError(

@@ -50,13 +50,13 @@ class OnCotangents(rules.Keyed):
     Args:
         name: the name of the function of ``nn`` that makes it.
         *operands: numbers and arrays that it needs. Arrays of numpy are copied.
-        parts: what else tells it from others of its class.
+        parts: what else tells the rule from others of its class.
     """
 
     acts_on = 'cotangents'
 
     def __init__(
-        self, name: str, *operands: Any, parts: tuple[Hashable, ...] = ()
+        self, name: str, *operands: Array, parts: tuple[Hashable, ...] = ()
     ) -> None:
         super().__init__((name, *map(tokens.of_value, operands), *parts))
         self.name = name
@@ -74,7 +74,7 @@ class OnCotangents(rules.Keyed):
         """
         leaves = _leaves(selected)
         new = iter(primitives.map_cotangents(fn, leaves, self.operands))
-        return [[next(new) for _ in own] for _, own in selected]
+        return [[next(new) for _ in of_path] for _, of_path in selected]
 
 
 class Scale(OnCotangents):
@@ -85,7 +85,7 @@ class Scale(OnCotangents):
     def __init__(self, factor: Scalar) -> None:
         super().__init__('scale_gradient', factor)
 
-    def __call__(self, path: Path, leaf: Leaf) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Array:
         """Returns the leaf, behind an identity that scales."""
         [factor] = self.operands
         return primitives.scale(leaf, factor)
@@ -100,30 +100,32 @@ class Each(OnCotangents):
         *operands: numbers and arrays that ``fn`` needs.
     """
 
-    def __init__(self, name: str, fn: Callable[..., Any], *operands: Any) -> None:
+    def __init__(self, name: str, fn: Callable[..., Any], *operands: Array) -> None:
         super().__init__(name, *operands, parts=(tokens.of_object(fn),))
         self._fn = fn
 
-    def __call__(self, path: Path, leaf: Leaf) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Array:
         """Returns the leaf, behind an identity that maps its cotangent."""
         of_user = self._fn  # JAX keeps ``fn``: with ``self``, the operands as well.
 
-        def fn(cotangents: Sequence[Any], _: Any, *operands: Any) -> list[Any]:
+        def fn(
+            cotangents: Sequence[Any], _: Sequence[Array], *operands: Array
+        ) -> list[Any]:
             new = [of_user(path, *cotangents, *operands)]
-            what = f'what {predicates.describe(of_user)} returns'
-            return _checked(path, what, cotangents, new)
+            name = f'what {predicates.describe(of_user)} returns'
+            return _checked(path, name, cotangents, new)
 
         return self._mapped(fn, [(path, [leaf])])[0][0]
 
 
-def replaced(path: Path, cotangent: Array, value: Any) -> Any:
+def replaced(path: Path, cotangent: Array, value: Array) -> Array:
     """A value in the place of a cotangent; a single number is repeated."""
     if value.ndim:
         return _checked(path, 'the value', [cotangent], [value])[0]
     return jnp.broadcast_to(value.astype(cotangent.dtype), cotangent.shape)
 
 
-def clipped_by_value(_: Path, cotangent: Array, bound: Any) -> Any:
+def clipped_by_value(_: Path, cotangent: Array, bound: Scalar) -> Array:
     """A cotangent with each number, or each part of a complex one, within a bound."""
     bound = bound.astype(cotangent.real.dtype)
     if not jnp.iscomplexobj(cotangent):
@@ -132,12 +134,12 @@ def clipped_by_value(_: Path, cotangent: Array, bound: Any) -> Any:
     return jax.lax.complex(*(jnp.clip(part, -bound, bound) for part in parts))
 
 
-def clipped_by_norm(_: Path, cotangent: Array, bound: Any) -> Any:
+def clipped_by_norm(_: Path, cotangent: Array, bound: Scalar) -> Array:
     """A cotangent that is scaled down to a norm."""
     return _scaled_down([cotangent], [cotangent], bound)[0]
 
 
-def printed(path: Path, cotangent: Array) -> Any:
+def printed(path: Path, cotangent: Array) -> Array:
     """A cotangent that is printed whenever the program runs."""
     jax.debug.callback(functools.partial(_print, str(path)), cotangent)
     return cotangent
@@ -153,13 +155,15 @@ class ClipGlobalNorm(OnCotangents):
     jointly: ClassVar[bool] = True
     asks_path = False
 
-    def __init__(self, bound: Any) -> None:
+    def __init__(self, bound: Scalar) -> None:
         super().__init__('clip_gradient', bound)
 
     def together(self, selected: rules.Selected) -> list[list[Any]]:
         """Returns the leaves behind one identity."""
 
-        def fn(cotangents: Sequence[Any], flags: Any, bound: Any) -> list[Any]:
+        def fn(
+            cotangents: Sequence[Any], flags: Sequence[Array], bound: Scalar
+        ) -> list[Any]:
             # A leaf that is not differentiated, such as a frozen one, does not count.
             counted = [ct for ct, flag in zip(cotangents, flags, strict=True) if flag]
             return _scaled_down(cotangents, counted, bound)
@@ -168,7 +172,7 @@ class ClipGlobalNorm(OnCotangents):
 
 
 def _scaled_down(
-    cotangents: Sequence[Any], counted: Sequence[Any], bound: Any
+    cotangents: Sequence[Any], counted: Sequence[Any], bound: Scalar
 ) -> list[Any]:
     """Cotangents, times the factor that brings the counted ones within the bound."""
     square = functools.reduce(operator.add, map(_square, counted))
@@ -179,7 +183,7 @@ def _scaled_down(
     return [ct * factor.astype(ct.dtype) for ct in cotangents]
 
 
-def _square(x: Any) -> Any:
+def _square(x: Array) -> Array:
     """The square of a norm, summed with at least 32 bits."""
     if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
@@ -210,7 +214,7 @@ class Copy(OnCotangents):
             return super().together(selected)
         pairs = self._pairs(selected)
 
-        def fn(cotangents: Sequence[Any], _: Any) -> list[Any]:
+        def fn(cotangents: Sequence[Any], _: Sequence[Array]) -> list[Any]:
             out = list(cotangents)
             for target, source in pairs:
                 new = cotangents[source]
@@ -223,12 +227,12 @@ class Copy(OnCotangents):
         """The indices of leaves, each target with its source."""
         indices: dict[tuple[str, str], list[int]] = {}
         leaves: list[Any] = []
-        for path, own in selected:
-            of_path = range(len(leaves), len(leaves) + len(own))
+        for path, of_path in selected:
+            numbers = range(len(leaves), len(leaves) + len(of_path))
             # A name is that of a variable, or of a leaf within one.
             for name in {str(path), str(path.variable)}:
-                indices.setdefault((path.collection, name), []).extend(of_path)
-            leaves += own
+                indices.setdefault((path.collection, name), []).extend(numbers)
+            leaves += of_path
         pairs: list[tuple[int, int]] = []
         for (collection, target), targets in indices.items():
             source = self._sources.get(target)
@@ -243,21 +247,21 @@ class Copy(OnCotangents):
 
 def _leaves(selected: rules.Selected) -> list[Any]:
     """The leaves of all selected variables."""
-    return [leaf for _, own in selected for leaf in own]
+    return [leaf for _, of_path in selected for leaf in of_path]
 
 
 def _checked(
-    path: str, what: str, expected: Sequence[Any], given: list[Any]
+    path: str, name: str, expected: Sequence[Any], cotangents: list[Array]
 ) -> list[Any]:
-    """The given cotangents, if they have the shapes and dtypes of the expected ones."""
-    forms, others = (
+    """Cotangents, if they have the shapes and dtypes of the expected ones."""
+    wanted, forms = (
         [(getattr(x, 'shape', None), getattr(x, 'dtype', None)) for x in leaves]
-        for leaves in (expected, given)
+        for leaves in (expected, cotangents)
     )
-    if forms != others:
+    if forms != wanted:
         raise errors.CotangentError(
             f'the cotangent of {str(path)!r} is {", ".join(map(shown, expected))}, and '
-            f'{what} is {", ".join(map(shown, given))}.\n'
+            f'{name} is {", ".join(map(shown, cotangents))}.\n'
             'A cotangent has the shape and the dtype of its parameter.'
         )
-    return given
+    return cotangents

@@ -56,10 +56,10 @@ def rewrite(tree: PyTree, rewrite: rules.Rewrite) -> PyTree:
         ArgumentTypeError: if ``rewrite`` is none, or there is no tree.
         UnusedFilterError: if a part of the filter matches no leaf.
     """
-    given: Any = rewrite
-    if not isinstance(given, rules.Rewrite):
+    argument: Any = rewrite
+    if not isinstance(argument, rules.Rewrite):
         write = "sg.rewrite(tree, nn.scale_gradient('encoder/**', 0.5))"
-        raise wrong_argument(given, 'rule with a filter', write)
+        raise wrong_argument(argument, 'rule with a filter', write)
     leaves = _tree_before('sg.rewrite(tree, rewrite)', tree)
     values = list(leaves.values)
     looked_at = [
@@ -146,7 +146,7 @@ def stop_gradient(
 
 def substitute(
     tree: PyTree,
-    values: Any,
+    values: PyTree,
     *,
     where: filters.Where | Absent = ABSENT,
     unused: str = 'raise',
@@ -200,14 +200,14 @@ def _tree_before(call: str, tree: PyTree) -> Leaves:
 
 
 def _substituted(
-    tree: PyTree, values: Any, where: filters.Filter | None, unused: str
-) -> Any:
+    tree: PyTree, values: PyTree, where: filters.Filter | None, unused: str
+) -> PyTree:
     leaves = _tree_before('sg.substitute(tree, values, where=where)', tree)
     check_unused(unused)
-    given = leaves_of(values)
+    replacements = leaves_of(values)
     present = {
         keys: (path, leaf)
-        for keys, (path, leaf) in zip(given.key_paths, given, strict=True)
+        for keys, (path, leaf) in zip(replacements.key_paths, replacements, strict=True)
         if not is_absent(leaf)
     }
     if values is None or not (present or unused == 'ignore' or not leaves.values):

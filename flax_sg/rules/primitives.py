@@ -17,16 +17,16 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Scalar
+from flax_sg.internals.types import Array, Scalar
 
 
 @jax.custom_jvp
-def stop_one_level(x: Any) -> Any:
+def stop_one_level(x: Array) -> Array:
     """``x``, a constant for the innermost derivative alone."""
     return x
 
 
-def _stop_one_level_jvp(primals: Any, _: Any) -> Any:
+def _stop_one_level_jvp(primals: Sequence[Array], _: Sequence[Array]) -> Any:
     (x,) = primals
     return x, SymbolicZero(jax.typeof(x).to_tangent_aval())
 
@@ -34,15 +34,15 @@ def _stop_one_level_jvp(primals: Any, _: Any) -> Any:
 stop_one_level.defjvp(_stop_one_level_jvp, symbolic_zeros=True)
 
 
-def scale(x: Any, factor: Scalar) -> Any:
+def scale(x: Array, factor: Scalar) -> Array:
     """``x``; its tangents and cotangents are multiplied by ``factor``."""
     alike = _alike([x, factor])
 
     @jax.custom_jvp
-    def identity(x: Any, factor: Scalar) -> Any:
+    def identity(x: Array, factor: Scalar) -> Array:
         return alike([x], [factor])[0]
 
-    def jvp(primals: Any, tangents: Any) -> Any:
+    def jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         tangent = tangents[0]
         if not isinstance(tangent, SymbolicZero):
             tangent = tangent * jnp.asarray(primals[1]).astype(tangent.dtype)
@@ -77,12 +77,12 @@ def map_cotangents(
     alike = _alike([*values, *operands])
     identity = jax.custom_vjp(alike)
 
-    def forward(values: Any, operands: Any) -> Any:
+    def forward(values: Sequence[Array], operands: Sequence[Array]) -> Any:
         flags = tuple(value.perturbed for value in values)
-        values, operands = ([x.value for x in given] for given in (values, operands))
+        values, operands = ([x.value for x in arrays] for arrays in (values, operands))
         return alike(values, operands), (operands, _Differentiated(flags))
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(residuals: Sequence[Array], cotangents: Sequence[Array]) -> Any:
         operands, differentiated = residuals
         if not any(differentiated.flags):  # An operand alone is differentiated.
             return None, None

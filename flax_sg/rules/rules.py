@@ -15,7 +15,7 @@ from flax.core.scope import CollectionFilter, DenyList
 from flax_sg import errors, filters
 from flax_sg.filters import paths
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.rules import primitives
 from flax_sg.trees.leaves import (
     OVERWRITE_WITH_GRADIENT,
@@ -69,7 +69,7 @@ class Rule:
     def __repr__(self) -> str:
         return f'<{self.name}{self.args}>'  # In reprs of modules an address is noise.
 
-    def __call__(self, path: paths.Path, leaf: Leaf) -> Any:
+    def __call__(self, path: paths.Path, leaf: Leaf) -> Leaf:
         """Returns what a reader sees instead of ``leaf``, by default ``leaf`` itself.
 
         Called once for each leaf and block, in the trace that the leaf belongs to.
@@ -96,7 +96,9 @@ class Rule:
         """
         return [[self(path, leaf) for leaf in leaves] for path, leaves in selected]
 
-    def instead(self, path: paths.Path, value: Any, find: Callable[[str], Any]) -> Any:
+    def instead(
+        self, path: paths.Path, value: PyTree, find: Callable[[str], Any]
+    ) -> PyTree:
         """Returns what readers see instead of a whole variable, boxes included.
 
         Args:
@@ -112,7 +114,7 @@ class Rule:
         return LEAF_BY_LEAF
 
     def key(self) -> Hashable:
-        """What tells it from rules with another effect; it outlives the rule."""
+        """What tells the rule from rules with another effect; it outlives the rule."""
         return self
 
     def token(self) -> Hashable:
@@ -135,7 +137,7 @@ class StopGradient(Rule):
     asks_path = False
     levels: int | None = None
 
-    def __call__(self, path: paths.Path, leaf: Leaf) -> Any:
+    def __call__(self, path: paths.Path, leaf: Leaf) -> Leaf:
         """Returns ``jax.lax.stop_gradient(leaf)`` if a gradient can pass ``leaf``."""
         # An array that is no tracer is a constant to every derivative in progress,
         # and arrays of other types (integers, keys) carry no gradient.
@@ -169,7 +171,7 @@ class Keyed(Rule):
         self._key, self._token = (type(self), key), token
 
     def key(self) -> Hashable:
-        """What tells it from rules with another effect."""
+        """What tells the rule from rules with another effect."""
         return self._key
 
     def token(self) -> Hashable:

@@ -18,7 +18,8 @@ from flax_sg import errors
 from flax_sg.filters import tokens
 from flax_sg.filters.paths import Path
 from flax_sg.internals import modules
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.modules import Module
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.rules import rules
 from flax_sg.trees.leaves import (
     as_array,
@@ -42,7 +43,7 @@ class Substitute(rules.Keyed):
     brings = True
     at_init = False  # ``init`` has to store the variables, not the values.
 
-    def __call__(self, path: Path, leaf: Leaf) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Leaf:
         """What is read instead of one leaf."""
         raise errors.ArgumentTypeError(
             'sg.rewrite was given nn.substitute with values by name: only variables of '
@@ -66,7 +67,7 @@ class FromTree(Substitute):
         )
         super().__init__(frozenset(self.entries), token)
 
-    def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
+    def instead(self, path: Path, value: PyTree, find: Callable[[str], Any]) -> PyTree:
         """Returns the given value."""
         del find
         entry = (path.collection, path.parts)
@@ -82,7 +83,7 @@ class FromCollection(Substitute):
         super().__init__(collection)
         self.collection = collection
 
-    def instead(self, path: Path, value: Any, find: Callable[[str], Any]) -> Any:
+    def instead(self, path: Path, value: PyTree, find: Callable[[str], Any]) -> PyTree:
         """Returns the variable in the other collection."""
         other = find(self.collection)
         if other is rules.MISSING:
@@ -99,7 +100,7 @@ class FromFunction(Substitute):
         super().__init__(tokens.of_object(fn))
         self.fn = fn
 
-    def __call__(self, path: Path, leaf: Leaf) -> Any:
+    def __call__(self, path: Path, leaf: Leaf) -> Leaf:
         """Returns what the function returns: any dtype, the shape of the leaf."""
         new = self.fn(path, leaf)
         if isinstance(leaf, NonDifferentiable):
@@ -118,7 +119,7 @@ class FromFunction(Substitute):
         )
 
 
-def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
+def entries_of(values: PyTree, collections: CollectionFilter) -> dict[Entry, Any]:
     """The values in a tree by the names of variables; it may hold bound modules.
 
     >>> entries_of({'dense': {'bias': 1.0}}, 'params')
@@ -151,7 +152,7 @@ def entries_of(values: Any, collections: CollectionFilter) -> dict[Entry, Any]:
 
 
 def _collect(
-    entries: dict[Entry, Any], collection: str, names: tuple[str, ...], node: Any
+    entries: dict[Entry, Any], collection: str, names: tuple[str, ...], node: object
 ) -> None:
     """Adds the values in a node of a tree to the entries."""
     if isinstance(node, modules.Module):
@@ -165,23 +166,23 @@ def _collect(
         entries[collection, names] = node
 
 
-def _of_module(module: Any) -> Mapping[str, Any]:
+def _of_module(module: Module) -> Mapping[str, Any]:
     if module.scope is None:
         raise no_values(f'a {type(module).__name__} that is not bound')
     return module.variables
 
 
-def is_initializing(values: Any) -> bool:
+def is_initializing(values: PyTree) -> bool:
     """Whether values are missing because their module is still being made."""
     if isinstance(values, Mapping):
         return any(map(is_initializing, values.values()))
     return isinstance(values, modules.Module) and values.is_initializing()
 
 
-def no_values(what: str) -> errors.ArgumentTypeError:
+def no_values(name: str) -> errors.ArgumentTypeError:
     """The error for an argument that gives no values for variables."""
     return errors.ArgumentTypeError(
-        f'{what} cannot be read in place of variables.\n'
+        f'{name} cannot be read in place of variables.\n'
         "Give values nested as the variables are: {'kernel': value}, or {'params': "
         "{'kernel': value}} for several collections. Or give a function (path, value) "
         '-> value, a bound module, or the name of another collection.'

@@ -16,6 +16,7 @@ from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.paths import Path
 from flax_sg.internals import modules
 from flax_sg.internals.places import Place, warn_once
+from flax_sg.internals.types import PyTree
 from flax_sg.rules import rules, substitutes
 from flax_sg.rules.rules import Rewrite
 from flax_sg.trees.leaves import ABSENT, Absent, collections_of
@@ -326,7 +327,7 @@ def substitute(
     return Rewrite(filters.as_filter(where), rule, collections, unused)
 
 
-def _rule_of(values: Any, collections: CollectionFilter) -> substitutes.Substitute:
+def _rule_of(values: PyTree, collections: CollectionFilter) -> substitutes.Substitute:
     if isinstance(values, str) and isinstance(collections, str):
         return substitutes.FromCollection(values)
     if isinstance(values, (Mapping, modules.Module)):

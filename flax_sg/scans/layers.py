@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from flax_sg import errors, filters
 from flax_sg.filters.expressions import of_a_part
 from flax_sg.internals import lifting
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Array, Leaf, PyTree, TreeDef
 from flax_sg.scans import residuals
 from flax_sg.trees.leaves import path_of, selected
 
@@ -86,8 +86,8 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
     """
     if frozen_layers is None:
         return linen.scan(target, *args, **kwargs)  # pyright: ignore
-    given = inspect.signature(linen.scan).bind(target, *args, **kwargs).arguments
-    axes: Any = given.get('variable_axes', {})
+    arguments = inspect.signature(linen.scan).bind(target, *args, **kwargs).arguments
+    axes: Any = arguments.get('variable_axes', {})
     if not any(in_filter(collections, 'params') for collections in axes):
         raise errors.PartError(
             f'frozen_layers={frozen_layers!r} was given, but all layers share their '
@@ -96,7 +96,7 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
             'nn.Frozen(module).'
         )
 
-    def loop(body: Any, init: Any, xs: Any, **options: Any) -> Any:
+    def loop(body: lifting.Body, init: PyTree, xs: PyTree, **options: Any) -> Any:
         return split_scan(frozen_layers, body, init, xs, **options)
 
     return lifting.scan_with(loop)(target, *args, **kwargs)
@@ -104,9 +104,9 @@ def scan(target: T, *args: Any, frozen_layers: Layers = None, **kwargs: Any) -> 
 
 def split_scan(
     frozen: Layers,
-    body: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any,
+    body: lifting.Body,
+    init: PyTree,
+    xs: PyTree,
     *,
     length: int | None,
     reverse: bool,
@@ -117,11 +117,11 @@ def split_scan(
     Args:
         frozen: which layers.
         body: the body of the loop.
-        init: what it carries.
-        xs: what is scanned; the first of it are the groups of variables.
+        init: the first carry.
+        xs: the scanned tree, which begins with the groups of variables.
         length: how many layers there are, or None to take it from ``xs``.
         reverse: whether the last layer is the first to run.
-        **options: others of ``jax.lax.scan``.
+        **options: other arguments of ``jax.lax.scan``.
     """
     pairs = jax.tree_util.tree_leaves_with_path(xs)
     stack = [leaf for _, leaf in pairs]
@@ -149,11 +149,11 @@ def split_scan(
     for start, end in reversed(runs) if reverse else runs:
         whole = masks[:, start].tolist()
         step, scanned = layer.steps(seen, whole, start, end)
-        carry, made = jax.lax.scan(step, carry, scanned, reverse=reverse, **options)
-        parts.append(made)
-    made = map(_joined, zip(*(parts[::-1] if reverse else parts), strict=True))
+        carry, ys = jax.lax.scan(step, carry, scanned, reverse=reverse, **options)
+        parts.append(ys)
+    stacked = map(_joined, zip(*(parts[::-1] if reverse else parts), strict=True))
     return carry, layer.out.unflatten(
-        next(made) if index is None else stack[index] for index in layer.handed_on
+        next(stacked) if index is None else stack[index] for index in layer.handed_on
     )
 
 
@@ -213,34 +213,34 @@ class _Layer(NamedTuple):
 
     Attributes:
         program: the body, as a function of leaves.
-        carry: the structure of what it carries.
-        out: the structure of what it gives out.
+        carry: the structure of its carry.
+        out: the structure of its scanned outputs.
         handed_on: for each parameter in ``out`` the index of the scanned leaf that it
             is; None for other leaves. A body that may write parameters returns them.
     """
 
     program: core.ClosedJaxpr
-    carry: Any
-    out: Any
+    carry: TreeDef
+    out: TreeDef
     handed_on: list[int | None]
 
     @classmethod
     def of(
-        cls, body: Any, carry: Any, xs: Any, params: list[bool]
+        cls, body: lifting.Body, carry: PyTree, xs: PyTree, params: list[bool]
     ) -> tuple[_Layer, Any]:
         """Traces the body on the first layer; returns what to carry, too."""
         first = jax.eval_shape(lambda xs: jax.tree.map(lambda x: x[0], xs), xs)
         trace = jax.make_jaxpr(body, return_shape=True)
-        program, (made, out) = trace(carry, first)
-        if jax.tree.structure(carry) != jax.tree.structure(made):
+        program, (new_carry, out) = trace(carry, first)
+        if jax.tree.structure(carry) != jax.tree.structure(new_carry):
             jax.lax.scan(body, carry, xs)  # It raises, and says where they differ.
-        strong = _strong(carry, made)
+        strong = _strong(carry, new_carry)
         leaves = zip(*map(jax.tree.leaves, (carry, strong)), strict=True)
         # ``jax.lax.scan``, too, traces the body again with the wider dtypes.
         if any(old is not new for old, new in leaves):
             carry = strong
-            program, (made, out) = trace(carry, first)
-        start = len(jax.tree.leaves(made))
+            program, (new_carry, out) = trace(carry, first)
+        start = len(jax.tree.leaves(new_carry))
         variables = program.jaxpr.invars[start:]
         indices = {v: index for index, v in enumerate(variables) if params[index]}
         handed_on: list[int | None] = []
@@ -259,15 +259,15 @@ class _Layer(NamedTuple):
                     'nn.stop_gradient(sg.at(...)) around a scan without frozen_layers=.'
                 )
         treedef = jax.tree.structure
-        return cls(program, treedef(made), treedef(out), handed_on), carry
+        return cls(program, treedef(new_carry), treedef(out), handed_on), carry
 
     def steps(
         self, seen: list[Any], whole: list[bool], start: int, end: int
     ) -> tuple[Callable[[Any, Any], Any], Any]:
-        """The body of a loop over some neighbours, and what that loop scans.
+        """The body of a loop over some neighbours, and the arrays that it scans.
 
         Args:
-            seen: what the layers see, stacked.
+            seen: the stacked leaves that the layers read.
             whole: which of these a layer reads from the whole stack: a slice of the
                 stack would be a copy of it. They are stopped.
             start: the index of the first layer.
@@ -281,36 +281,36 @@ class _Layer(NamedTuple):
             for stack, is_whole in zip(seen, whole, strict=True)
         ]
 
-        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-            index, rest = xs[0], iter(xs[1])
+        def step(carry: PyTree, xs: PyTree) -> tuple[Any, Any]:
+            index, slices = xs[0], iter(xs[1])
             carry = jax.tree.leaves(carry)
             leaves = [
-                residuals.Remade(_slice, (stack, index)) if is_whole else next(rest)
+                residuals.Remade(_slice, (stack, index)) if is_whole else next(slices)
                 for stack, is_whole in pairs
             ]
             results = residuals.evaluate(self.program, [*carry, *leaves])
             out = zip(self.handed_on, results[len(carry) :], strict=True)
             # Parameters that a layer returns unchanged come from the stack itself.
-            made = [result for index, result in out if index is None]
-            return self.carry.unflatten(results[: len(carry)]), made
+            ys = [result for index, result in out if index is None]
+            return self.carry.unflatten(results[: len(carry)]), ys
 
         sliced = [stack[start:end] for stack, is_whole in pairs if not is_whole]
         return step, (jnp.arange(start, end, dtype=jnp.uint32), sliced)
 
 
-def _strong(carry: Any, made: Any) -> Any:
-    """What is carried, with Python's numbers in the dtype that the body returns."""
+def _strong(carry: PyTree, new_carry: PyTree) -> PyTree:
+    """The carry, with Python's numbers in the dtype that the body returns."""
 
-    def strong(old: Any, new: Any) -> Any:
+    def strong(old: Array, new: Array) -> Array:
         if not jax.typeof(old).weak_type:
             return old
         is_wider = jnp.result_type(old, new) != jnp.result_type(old)
         return jnp.asarray(old, new.dtype) if is_wider else old
 
-    return jax.tree.map(strong, carry, made)
+    return jax.tree.map(strong, carry, new_carry)
 
 
-def _masked(leaf: Leaf, mask: NDArray[np.bool_]) -> Any:
+def _masked(leaf: Leaf, mask: NDArray[np.bool_]) -> Array:
     """A stack of which some layers are stopped; as it is if none is."""
     if not mask.any():
         return leaf
@@ -318,15 +318,15 @@ def _masked(leaf: Leaf, mask: NDArray[np.bool_]) -> Any:
     return jnp.where(over, jax.lax.stop_gradient(leaf), leaf)
 
 
-def _slice(stack: Any, index: Any) -> Any:
+def _slice(stack: Array, index: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[Any]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _wrong_layers(layers: Any, length: int, problem: str) -> errors.PartError:
+def _wrong_layers(layers: Layers, length: int, problem: str) -> errors.PartError:
     """``frozen_layers=`` names layers that a scan does not have."""
     return errors.PartError(
         f'frozen_layers={layers!r} does not fit a scan of {length} layers: '

@@ -22,12 +22,14 @@ from typing import Any
 import jax
 from flax.core import lift
 from jax.extend import core
+from jax.extend.core import JaxprEqn, Primitive, Var
 
 from flax_sg import errors
 from flax_sg.engine import contents
 from flax_sg.internals import core_scopes, jaxprs, lifting, modules
+from flax_sg.internals.modules import Module
 from flax_sg.internals.tracing import Tracer
-from flax_sg.internals.types import PyTree
+from flax_sg.internals.types import Array, Atom, Aval, BoundModule, PyTree
 from flax_sg.trees.leaves import is_differentiable
 
 _STOP = 'stop_gradient'
@@ -37,8 +39,12 @@ _ARRAY = object()
 
 
 def call(
-    name: str, inner: Any, module: Any, fn: Callable[[Any], Any], others: Any
-) -> Any:
+    name: str,
+    inner: Module,
+    module: BoundModule,
+    fn: Callable[[Any], Any],
+    captured: PyTree,
+) -> PyTree:
     """Calls ``fn`` with a module; in the body of a scan, frozen values are not saved.
 
     Args:
@@ -46,19 +52,19 @@ def call(
         inner: the module in the wrapper.
         module: a bound module, or its wrapper.
         fn: called with the module or a clone of it.
-        others: what else ``fn`` uses.
+        captured: what ``fn`` uses beside the module.
     """
     if lifting.is_in_scan(module.scope):
         fields = modules.field_leaves(module)
         functions = [leaf for leaf in fields if isinstance(leaf, contents.FUNCTIONS)]
         # Another module is bound outside of the trace that ``stop_again`` makes.
-        if not contents.may_hold((others, functions), contents.MODULES):
+        if not contents.may_hold((captured, functions), contents.MODULES):
             return stop_again(module, fn)
         _warn(name, inner)
     return fn(module)
 
 
-def _warn(wrapper: str, module: Any) -> None:
+def _warn(wrapper: str, module: BoundModule) -> None:
     """Warns that a scan saves stopped parameters at each step.
 
     Args:
@@ -83,7 +89,7 @@ def _warn(wrapper: str, module: Any) -> None:
         warnings.warn(errors.ScanMemoryWarning(text), stacklevel=5)
 
 
-def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
+def stop_again(module: BoundModule, fn: Callable[[Any], Any]) -> PyTree:
     """Calls ``fn`` with a module, without residuals of what ``fn`` stops.
 
     Args:
@@ -95,10 +101,10 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
     def inner(
         scope_fn: Callable[..., Any],
         repack_fn: Callable[..., Any],
-        variable_groups: Any,
-        rng_groups: Any,
+        variable_groups: PyTree,
+        rng_groups: PyTree,
     ) -> Any:
-        def body(variable_groups: Any, rng_groups: Any) -> Any:
+        def body(variable_groups: PyTree, rng_groups: PyTree) -> Any:
             scopes = scope_fn(variable_groups, rng_groups)
             out = fn(modules.clone_on(module, scopes))
             # Only arrays come out of a jaxpr: the rest of the output is kept here.
@@ -123,7 +129,7 @@ def stop_again(module: Any, fn: Callable[[Any], Any]) -> Any:
     return jax.tree.map(lambda x: next(arrays) if x is _ARRAY else x, outputs[-1])
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return isinstance(x, jax.Array)
 
 
@@ -143,11 +149,11 @@ class Remade:
     operands: tuple[Any, ...]
 
 
-def _value_of(x: Any) -> Any:
+def _value_of(x: Array | Remade) -> Array:
     return x.make(*x.operands) if isinstance(x, Remade) else x
 
 
-def _same(x: Any) -> Any:
+def _same(x: Array) -> Array:
     return x
 
 
@@ -165,7 +171,7 @@ def evaluate(closed: core.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     run = _Run(closed, operands)
     for equation in closed.jaxpr.eqns:
         run.step(equation)
-    results = run.made(_variables_in(closed.jaxpr.outvars))
+    results = run.computed(_variables_in(closed.jaxpr.outvars))
     return [_read(results, v) for v in closed.jaxpr.outvars]
 
 
@@ -182,34 +188,34 @@ class _Run:
     def __init__(self, closed: core.ClosedJaxpr, operands: Sequence[Any]) -> None:
         variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
         values = zip(variables, [*closed.consts, *operands], strict=True)
-        self.values: dict[Any, Any] = dict(values)
-        given = self.values.items()
-        self.frozen = {v for v, value in given if isinstance(value, Remade)}
-        self.constant = {v for v, value in given if not isinstance(value, Tracer)}
-        self.waiting: dict[Any, Any] = {}
+        self.values: dict[Var, Array | Remade] = dict(values)
+        pairs = self.values.items()
+        self.frozen = {v for v, value in pairs if isinstance(value, Remade)}
+        self.constant = {v for v, value in pairs if not isinstance(value, Tracer)}
+        self.waiting: dict[Var, JaxprEqn] = {}
 
-    def step(self, equation: Any) -> None:
+    def step(self, equation: JaxprEqn) -> None:
         """Runs an equation, or lets it wait."""
-        inputs, made = _variables_in(equation.invars), equation.outvars
+        inputs, outputs = _variables_in(equation.invars), equation.outvars
         is_stop = equation.primitive.name == _STOP
         is_constant = self.constant.issuperset(inputs) and not equation.effects
         reads_frozen = not self.frozen.isdisjoint(inputs)
         if is_stop or (is_constant and reads_frozen and not _is_slow(equation)):
-            self.waiting |= dict.fromkeys(made, equation)
-            self.frozen.update(made)
-            self.constant.update(made)
+            self.waiting |= dict.fromkeys(outputs, equation)
+            self.frozen.update(outputs)
+            self.constant.update(outputs)
         elif reads_frozen and not equation.effects:
             steps, first = self.steps_to(inputs)
             results = _bind_again(steps, equation, {v: self.values[v] for v in first})
-            self.values |= zip(made, results, strict=True)
+            self.values |= zip(outputs, results, strict=True)
         else:  # ``jax.checkpoint`` refuses callbacks.
-            ran = _run([equation], self.made(inputs))
-            self.values |= {v: ran[v] for v in made}
-            self.constant.update(made if is_constant else ())
+            ran = _run([equation], self.computed(inputs))
+            self.values |= {v: ran[v] for v in outputs}
+            self.constant.update(outputs if is_constant else ())
 
-    def steps_to(self, variables: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    def steps_to(self, variables: Iterable[Var]) -> tuple[list[JaxprEqn], list[Var]]:
         """The equations that make some variables, in order, and what these read."""
-        waiting, needed, first = [*variables][::-1], set[int](), dict[Any, None]()
+        waiting, needed, first = [*variables][::-1], set[int](), dict[Var, None]()
         while waiting:
             variable = waiting.pop()
             equation = self.waiting.get(variable)
@@ -221,21 +227,21 @@ class _Run:
         steps = {id(step): step for step in self.waiting.values()}
         return [step for key, step in steps.items() if key in needed], list(first)
 
-    def made(self, variables: Iterable[Any]) -> dict[Any, Any]:
+    def computed(self, variables: Iterable[Var]) -> dict[Var, Array]:
         """The values of some variables; frozen ones are computed now."""
         steps, first = self.steps_to(variables)
         return _run(steps, {v: _value_of(self.values[v]) for v in first})
 
 
-def _variables_in(atoms: Iterable[Any]) -> list[Any]:
+def _variables_in(atoms: Iterable[Atom]) -> list[Var]:
     return [v for v in atoms if not isinstance(v, core.Literal)]
 
 
-def _read(values: dict[Any, Any], variable: Any) -> Any:
-    return variable.val if isinstance(variable, core.Literal) else values[variable]
+def _read(values: dict[Var, Array], atom: Atom) -> Array:
+    return atom.val if isinstance(atom, core.Literal) else values[atom]
 
 
-def _run(equations: Sequence[Any], values: dict[Any, Any]) -> dict[Any, Any]:
+def _run(equations: Sequence[JaxprEqn], values: dict[Var, Array]) -> dict[Var, Array]:
     for equation in equations:
         operands = [_read(values, v) for v in equation.invars]
         results = jaxprs.bind(equation, operands)
@@ -244,8 +250,8 @@ def _run(equations: Sequence[Any], values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _bind_again(
-    steps: Sequence[Any], equation: Any, values: dict[Any, Any]
-) -> Sequence[Any]:
+    steps: Sequence[JaxprEqn], equation: JaxprEqn, values: dict[Var, Array | Remade]
+) -> Sequence[Array]:
     """Runs an operation whose backward pass runs some steps before it again.
 
     If the operation is a checkpoint of the user, the steps are computed in it: a second
@@ -259,32 +265,32 @@ def _bind_again(
     inner = jaxprs.checkpoint_of(equation)
     of_steps = {signature for step in steps for signature in _operations(step)}
 
-    def saves(primitive: Any, *args: Any, **params: PyTree) -> bool:
-        if primitive.name in _OF_LAYER or _signature(primitive, args) in of_steps:
+    def saves(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
+        if primitive.name in _OF_LAYER or _signature(primitive, avals) in of_steps:
             return False
         if inner is None:
             return True
-        return inner.policy is not None and inner.policy(primitive, *args, **params)
+        return inner.policy is not None and inner.policy(primitive, *avals, **params)
 
-    def again(*leaves: Any) -> Sequence[Any]:
-        made = dict(zip(values, map(_value_of, leaves), strict=True))
-        made = _run(steps, made)
+    def again(*leaves: Array | Remade) -> Sequence[Array]:
+        known = dict(zip(values, map(_value_of, leaves), strict=True))
+        known = _run(steps, known)
         if inner is None:
-            made = _run([equation], made)
-            return [made[v] for v in equation.outvars]
-        operands = [_read(made, v) for v in equation.invars]
+            known = _run([equation], known)
+            return [known[v] for v in equation.outvars]
+        operands = [_read(known, v) for v in equation.invars]
         return core.jaxpr_as_fun(core.ClosedJaxpr(inner.jaxpr, ()))(*operands)
 
     cse = inner is not None and inner.prevent_cse
     return jax.checkpoint(again, prevent_cse=cse, policy=saves)(*values.values())
 
 
-def _is_slow(equation: Any) -> bool:
+def _is_slow(equation: JaxprEqn) -> bool:
     is_product: Any = jax.checkpoint_policies.dots_saveable
     return any(is_product(primitive) for primitive, *_ in _operations(equation))
 
 
-def _operations(equation: Any) -> Iterator[tuple[Any, ...]]:
+def _operations(equation: JaxprEqn) -> Iterator[tuple[Any, ...]]:
     """The signatures of an operation, and of all operations within it."""
     yield _signature(equation.primitive, [v.aval for v in equation.invars])
     for inner in jaxprs.within(equation):
@@ -292,6 +298,6 @@ def _operations(equation: Any) -> Iterator[tuple[Any, ...]]:
             yield from _operations(part)
 
 
-def _signature(primitive: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
+def _signature(primitive: Primitive, avals: Sequence[Aval]) -> tuple[Any, ...]:
     """What the policy of a checkpoint can tell of an operation."""
     return primitive, *map(str, avals)

@@ -16,6 +16,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.flow import gradient_flow
 from flax_sg.flow.report import by_condition
 from flax_sg.internals.optional import is_nnx_model
+from flax_sg.internals.types import Model, PyTree
 from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees.leaves import leaves_of
@@ -26,9 +27,9 @@ _STATE = DenyList(('params', 'intermediates'))
 
 
 def tabulate(
-    model: Any,
+    model: Model,
     *args: Any,
-    rngs: Any = None,
+    rngs: PyTree = None,
     depth: int | Literal['fit'] | None = 'fit',
     **kwargs: Any,
 ) -> ModuleTable:
@@ -240,10 +241,10 @@ def _as_text(rows: Sequence[ModuleRow]) -> str:
     cells: list[list[str]] = []
     for row in rows:
         name = '  ' * len(row.names) + (row.names[-1] if row.names else '(model)')
-        _, *others = row.as_dict().values()
-        cells.append([name, *(x if isinstance(x, str) else f'{x:,}' for x in others)])
+        _, *values = row.as_dict().values()
+        cells.append([name, *(x if isinstance(x, str) else f'{x:,}' for x in values)])
     table = text.table(head, cells, right)
     if max(map(text.width, table.splitlines())) <= _WIDTH:
         return table
-    head, *cells = ([name, *rest] for name, _, *rest in (head, *cells))
+    head, *cells = ([name, *columns] for name, _, *columns in (head, *cells))
     return text.table(head, cells, right)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from flax import linen
 
 from flax_sg.internals import initializing
+from flax_sg.internals.types import Args, Kwargs, Model, PyTree
 
 
 def variables_of(
-    module: linen.Module, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: linen.Module, rngs: PyTree, args: Args, kwargs: Kwargs
 ) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
     """The shapes of a module's variables, and the classes of its modules.
 
@@ -29,7 +30,12 @@ def variables_of(
     """
     classes: dict[tuple[str, ...], str] = {}
 
-    def note(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    def note(
+        next_fun: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        context: linen.module.InterceptorContext,
+    ) -> Any:
         called = context.module
         if called.scope is not None:
             # A lifted class calls its methods on clones, the last one of the bare
@@ -41,7 +47,7 @@ def variables_of(
     return initializing.variables_of(module, rngs, args, kwargs, note), classes
 
 
-def classes_of(model: Any) -> dict[tuple[str, ...], str]:
+def classes_of(model: Model) -> dict[tuple[str, ...], str]:
     """The class name of each module in an NNX model, by the names in its path."""
     from flax import nnx  # Models of linen do not wait for it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax_sg.errors.texts import shown, wrong_argument
 from flax_sg.filters.inputs import inputs_explained
 from flax_sg.filters.paths import Path, natural_key
 from flax_sg.internals.optional import is_nnx_model
+from flax_sg.internals.types import Decision, Model, PyTree
 from flax_sg.rendering import text
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees import leaves
@@ -39,7 +41,7 @@ class Variable:
     path: Path
     module: str
     shape: str
-    selected: Any = None
+    selected: Decision = None
     kind: str = ''
     is_parameter: bool = True
 
@@ -66,19 +68,19 @@ class Paths(tuple[Variable, ...]):
             return text.table(head[1:], [row[1:] for row in cells])
         count = sum(filters.is_meant(x.selected) for x in self)
         lines = [f'The filter selects {count} of {len(self)} variables.']
-        others = dict.fromkeys(x.kind for x in self if not x.is_parameter)
-        if others:
-            lines.append(f'Views take parameters, and by kind=: {", ".join(others)}.')
+        kinds = dict.fromkeys(x.kind for x in self if not x.is_parameter)
+        if kinds:
+            lines.append(f'Views take parameters, and by kind=: {", ".join(kinds)}.')
         return '\n'.join([text.table(head, cells), '', *lines])
 
     __str__ = __repr__
 
 
 def paths(
-    model: Any,
+    model: Model,
     *args: Any,
     where: filters.Where | Absent = ABSENT,
-    rngs: Any = None,
+    rngs: PyTree = None,
     **kwargs: Any,
 ) -> Paths:
     """Shows the paths that a filter can name, and which of them it selects.
@@ -122,9 +124,9 @@ def paths(
         with inputs_explained('sg.paths({})', model, args, kwargs):
             tree, classes = variables_of(model, rngs, args, kwargs)
     elif args or kwargs:
-        given = args[0] if args and isinstance(args[0], str) else 'encoder/**'
+        pattern = args[0] if args and isinstance(args[0], str) else 'encoder/**'
         name = 'model' if is_nnx_model(model) else 'tree'
-        write = f'sg.paths({name}, where={given!r})'
+        write = f'sg.paths({name}, where={pattern!r})'
         raise wrong_argument(
             (*args, kwargs)[0], f'input: this {name} takes none', write
         )
@@ -159,7 +161,7 @@ def _order(variable: Variable) -> Any:
     return collection != 'params', collection, natural_key(variable.path)
 
 
-def _class_of(path: Path, classes: Any) -> str:
+def _class_of(path: Path, classes: Mapping[tuple[str, ...], str]) -> str:
     """The class of the innermost module that has a variable in it."""
     if not classes:
         return ''
@@ -167,7 +169,7 @@ def _class_of(path: Path, classes: Any) -> str:
     return next((classes[names] for names in prefixes if names in classes), '')
 
 
-def _word(selected: Any) -> str:
+def _word(selected: Decision) -> str:
     if isinstance(selected, filters.Part):
         return 'partly'
     return 'yes' if selected else '-'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_sg import errors, filters, flow
@@ -10,6 +10,7 @@ from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED
 from flax_sg.flow.rows import index
+from flax_sg.internals.types import Args, Kwargs
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import not_differentiable
 
@@ -126,12 +127,12 @@ def assert_trains_only(
 
 def _report(
     loss: Callable[..., Any] | flow.GradientFlow,
-    args: tuple[Any, ...],
+    args: Args,
     argnums: int | Sequence[int],
     has_aux: bool,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
 ) -> flow.GradientFlow:
-    """The report on a function; one that was made is given without arguments."""
+    """The report on a function; a report as it is, if there are no arguments."""
     if not isinstance(loss, flow.GradientFlow):
         return flow.gradient_flow(
             loss, *args, argnums=argnums, has_aux=has_aux, **kwargs
@@ -174,14 +175,14 @@ def _check(
             less, more = report.differs(n, wanted, outputs)
             lacks += [n] * (less and trained)
             has += [n] * (more and (only or not trained))
-        for verb, some in (('does not train', lacks), ('trains', has)):
-            if some:
-                names = listed([report.names[n] for n in some])
-                lines += [f'{name} {verb} {names}.', *_why(report, some[0], outputs)]
+        for verb, numbers in (('does not train', lacks), ('trains', has)):
+            if numbers:
+                names = listed([report.names[n] for n in numbers])
+                lines += [f'{name} {verb} {names}.', *_why(report, numbers[0], outputs)]
     if lines:
         gradient = 'a gradient' if trained else 'no gradient'
-        rest = ' and to nothing else' * only
-        lines = [f'Expected {gradient} to {named(where)}{rest}.', *lines]
+        alone = ' and to nothing else' * only
+        lines = [f'Expected {gradient} to {named(where)}{alone}.', *lines]
         raise errors.ExpectationError('\n'.join(lines))
 
 

@@ -11,6 +11,7 @@ import jax
 
 from flax_sg import errors
 from flax_sg.internals import jaxprs
+from flax_sg.internals.types import PyTree
 
 # Tables of lines in the source, each up to an empty line.
 _TABLES = re.compile(
@@ -48,7 +49,7 @@ def assert_same_program(
         f: a function that JAX can trace, jitted or not, or a compiled program
             (``jax.stages.Compiled``). The settings of a jitted function count: static
             arguments, shardings, donation.
-        g: the other one.
+        g: the other function or program.
         *args: the arguments to compile for, as arrays or ``jax.ShapeDtypeStruct``.
         **kwargs: the keyword arguments to compile for.
 
@@ -63,18 +64,20 @@ def assert_same_program(
         fastest, so equal functions may get different ones. Set
         ``XLA_FLAGS=--xla_gpu_autotune_level=0`` before JAX starts.
     """
-    one, other = (_compiled(fn, *args, **kwargs) for fn in (f, g))
-    if one.text != other.text:
+    first, second = (_compiled(fn, *args, **kwargs) for fn in (f, g))
+    if first.text != second.text:
         raise _differ('compile to different programs')
-    if one.takes != other.takes:
-        raise _differ(f'use different arguments: leaves {one.takes} and {other.takes}')
-    if None not in (one.calls, other.calls) and one.calls != other.calls:
+    if first.takes != second.takes:
+        raise _differ(
+            f'use different arguments: leaves {first.takes} and {second.takes}'
+        )
+    if None not in (first.calls, second.calls) and first.calls != second.calls:
         raise _differ('call back different functions, or print other texts')
 
 
-def _differ(what: str) -> errors.ExpectationError:
+def _differ(difference: str) -> errors.ExpectationError:
     return errors.ExpectationError(
-        f'The two functions {what}.\n'
+        f'The two functions {difference}.\n'
         'To see more, compare what testing.optimized_hlo returns for each.'
     )
 
@@ -106,7 +109,7 @@ class _Compiled(NamedTuple):
     calls: list[Any] | None
 
 
-def _compiled(fn: Any, *args: Any, **kwargs: Any) -> _Compiled:
+def _compiled(fn: Callable[..., PyTree], *args: Any, **kwargs: Any) -> _Compiled:
     # Functions of nnx.jit have stages that hold those of JAX.
     calls, compiled = None, getattr(fn, 'compiled', fn)
     if not isinstance(compiled, jax.stages.Compiled):
@@ -131,13 +134,13 @@ def _text_of(compiled: Any) -> str:
     return re.sub(r'^HloModule [\w.-]+', 'HloModule', text)
 
 
-def _in_order(rest: re.Match[str]) -> str:
+def _in_order(match: re.Match[str]) -> str:
     """Sorts the settings of an instruction; the compiler of a GPU does not always."""
     try:
-        settings, end = json.JSONDecoder().raw_decode(rest[0])
+        settings, end = json.JSONDecoder().raw_decode(match[0])
     except json.JSONDecodeError:  # Not of XLA: those of Triton are in MLIR.
-        return rest[0]
-    return json.dumps(settings, sort_keys=True) + rest[0][end:]
+        return match[0]
+    return json.dumps(settings, sort_keys=True) + match[0][end:]
 
 
 def _parameters_first(lines: list[str]) -> list[str]:
@@ -149,8 +152,8 @@ def _parameters_first(lines: list[str]) -> list[str]:
     top = 0  # Where the parameters of this computation begin in ``out``.
     parameters: dict[int, str] = {}
     for line in lines:
-        if found := _PARAMETER.match(line):
-            parameters[int(found[1])] = line
+        if match := _PARAMETER.match(line):
+            parameters[int(match[1])] = line
             continue
         if line == '}':
             out[top:top] = [parameters.pop(n) for n in sorted(parameters)]

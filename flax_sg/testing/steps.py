@@ -13,7 +13,7 @@ from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.rows import alike, index, repeated, unique
-from flax_sg.internals.types import PyTree
+from flax_sg.internals.types import Array, PyTree
 from flax_sg.rendering.matrix import Matrix, Row, Word
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
@@ -104,7 +104,7 @@ class Moves(Shown):
         return f'Moves({counts})'
 
 
-def moves(before: Any, after: Any, gradients: PyTree = None) -> Moves:
+def moves(before: PyTree, after: PyTree, gradients: PyTree = None) -> Moves:
     """Tells which parameters a training step moved, from the trees before and after.
 
     ``sg.gradient_flow`` tells what a loss *can* train. A step may do less or more: an
@@ -132,7 +132,7 @@ def moves(before: Any, after: Any, gradients: PyTree = None) -> Moves:
             module or its state, any pytree of arrays. If the step donates them or
             changes them in place, as NNX does, give a copy made before:
             ``jax.tree.map(jnp.copy, params)``.
-        after: the same after one step or several.
+        after: the parameters after one step or several.
         gradients: the gradients of the parameters, as ``jax.grad`` or ``sg.grad``
             returns them, or the report of ``sg.gradient_flow`` on the loss. Without
             them nothing is known of gradients, and a parameter moves or stands still.
@@ -190,7 +190,7 @@ def moves(before: Any, after: Any, gradients: PyTree = None) -> Moves:
 
 
 def assert_moves_only(
-    before: Any, after: Any, where: filters.Where, gradients: PyTree = None
+    before: PyTree, after: PyTree, where: filters.Where, gradients: PyTree = None
 ) -> None:
     """Asserts that a training step moves every selected parameter and no other one.
 
@@ -206,7 +206,7 @@ def assert_moves_only(
 
     Args:
         before: the parameters before the step, as for ``testing.moves``.
-        after: the same after it.
+        after: the parameters after the step.
         where: the parameters, a filter of any kind, such as ``sg.live`` makes. Of a
             parameter of which it means some rows or elements, one of these has to
             move, and none of the others. Running statistics move, too: name them, or
@@ -222,7 +222,7 @@ def assert_moves_only(
     report = moves(before, after, gradients)
     [decisions] = leaves.selected([report.parameters], where)
     pairs = [*zip(_parameters(before), _parameters(after), strict=True)]
-    found: dict[str, list[tuple[int, str]]] = {'does not move': [], 'moves': []}
+    rows_by_verb: dict[str, list[tuple[int, str]]] = {'does not move': [], 'moves': []}
     for n, decision in enumerate(decisions):
         changes = report.status[n] in (MOVES, PARTLY, DRIFTS)
         why = report.reasons[n] or WORDS[report.status[n]].meaning
@@ -230,17 +230,17 @@ def assert_moves_only(
             (path, old), (_, new) = pairs[n]
             changed = np.asarray(_differ(old, new))
             inside = changed & decision.mask(changed.shape, path)
-            changes, rest = bool(inside.any()), changed & ~inside
+            changes, outside = bool(inside.any()), changed & ~inside
             why = why if changes else 'what is named of it stands still'
-            if rest.any():
+            if outside.any():
                 verbs = 'changes, and was not named', 'change, and were not named'
-                found['moves'].append((n, _rows(rest, *verbs)))
+                rows_by_verb['moves'].append((n, _rows(outside, *verbs)))
         if filters.is_meant(decision) != changes:
-            found['moves' if changes else 'does not move'].append((n, why))
+            rows_by_verb['moves' if changes else 'does not move'].append((n, why))
     lines: list[str] = []
-    for verb, some in found.items():
-        for n, why in some[:1]:
-            names = [report.names[n] for n, _ in some]
+    for verb, rows in rows_by_verb.items():
+        for n, why in rows[:1]:
+            names = [report.names[n] for n, _ in rows]
             lines += [f'It {verb} {listed(names)}.', f'{report.names[n]}: {why}.']
     if lines:
         lines = [f'Expected the step to move {who} and nothing else.', *lines]
@@ -249,13 +249,13 @@ def assert_moves_only(
         )
 
 
-def _rows(some: Any, singular: str, plural: str) -> str:
-    """What the rows do in which there is one of some elements; '' if there is none.
+def _rows(elements: Array, singular: str, plural: str) -> str:
+    """What the rows do in which there is one of the elements; '' if there is none.
 
     >>> _rows(np.array([[True], [True], [True], [False], [True]]), 'moves', 'move')
     'rows 0 to 2 and 4 move'
     """
-    rows = np.flatnonzero(some.reshape(len(some), -1).any(axis=1))
+    rows = np.flatnonzero(elements.reshape(len(elements), -1).any(axis=1))
     runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
     ends = [(run[0], run[-1]) for run in runs if run.size]
     texts = [str(a) if a == b else f'{a} to {b}' for a, b in ends]
@@ -289,7 +289,7 @@ def _gradients(gradients: PyTree) -> dict[Any, list[Any]]:
     return by_place
 
 
-def _differ(old: Any, new: Any) -> Any:
+def _differ(old: Array, new: Array) -> Array:
     """The elements that change."""
     dtype = jnp.result_type(old)
     # What a wider type tells apart is a change, too.
@@ -299,7 +299,7 @@ def _differ(old: Any, new: Any) -> Any:
 
 
 @jax.jit
-def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, ...]:
+def _compared(old: Array, new: Array, gradient: Array) -> tuple[Any, ...]:
     """What became of an array.
 
     Returns:
@@ -307,8 +307,8 @@ def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, ...]:
         that is lost in the rounding wherever there is a gradient, whether there is, and
         for each row whether it changes.
     """
-    old, new, has = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
-    dtype, has = old.dtype, has.astype(bool)
+    old, new, fed = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
+    dtype, fed = old.dtype, fed.astype(bool)
     differ = _differ(old, new)
     wide = dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
     old, new = old.astype(wide), new.astype(wide)
@@ -317,9 +317,9 @@ def _compared(old: Any, new: Any, gradient: Any) -> tuple[Any, ...]:
     # Of complex arrays nothing is proven.
     eps = float(jnp.finfo(dtype).eps) * jnp.isrealobj(old)
     lost = jnp.abs(old) * (eps / 4)
-    there = has if has.shape in ((), old.shape) else jnp.any(has)
-    finest = jnp.min(lost, where=there, initial=jnp.inf)
+    counted = fed if fed.shape in ((), old.shape) else jnp.any(fed)
+    finest = jnp.min(lost, where=counted, initial=jnp.inf)
     share = jnp.mean(differ) if differ.size else jnp.zeros(())
     # An array of one axis has no rows.
     rows = jnp.any(differ, axis=range(differ.ndim > 1, differ.ndim))
-    return share, change, finest, jnp.any(has), rows
+    return share, change, finest, jnp.any(fed), rows

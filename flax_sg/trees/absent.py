@@ -84,5 +84,5 @@ export.register_pytree_node_serialization(
 
 
 def is_absent(leaf: Leaf) -> bool:
-    """Whether something is ``ABSENT``; an ``is_leaf`` that keeps it in a tree."""
+    """Whether a node is ``ABSENT``; an ``is_leaf`` that keeps it in a tree."""
     return leaf is ABSENT

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from flax_sg.internals import tracing
 from flax_sg.internals.types import Leaf
@@ -51,20 +51,20 @@ def is_array(leaf: Leaf) -> bool:
 
 
 @functools.lru_cache(256)
-def _is_inexact(dtype: Any) -> bool:
+def _is_inexact(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_whole(node: Any) -> bool:
+def is_whole(node: object) -> bool:
     """Whether a node counts as one leaf, whatever is in it."""
     return isinstance(node, (Absent, NonDifferentiable, Rest))
 
 
-def is_variable(node: Any) -> bool:
-    """Whether something is a Variable of NNX."""
+def is_variable(node: object) -> bool:
+    """Whether a node is a Variable of NNX."""
     return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Variable', ()))
 
 
-def is_module(node: Any) -> bool:
-    """Whether something is a module of NNX, or another object with Variables in it."""
+def is_module(node: object) -> bool:
+    """Whether a node is a module of NNX, or another object with Variables in it."""
     return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Pytree', ()))

@@ -25,7 +25,7 @@ from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters.expressions import decide, of_a_part
 from flax_sg.filters.paths import Path, name_of, names_in
 from flax_sg.filters.unused import find_unused
-from flax_sg.internals.types import Decision, Leaf, PyTree
+from flax_sg.internals.types import Decision, Leaf, PyTree, TreeDef
 from flax_sg.trees.absent import ABSENT as ABSENT
 from flax_sg.trees.absent import Absent as Absent
 from flax_sg.trees.absent import is_absent as is_absent
@@ -56,7 +56,7 @@ class Leaves:
     """
 
     values: list[Any]
-    treedef: Any
+    treedef: TreeDef
 
     def __init__(self, tree: PyTree, outer: tuple[str, ...] = ()) -> None:
         self.tree, self._tie = each_once(tree)
@@ -96,7 +96,7 @@ class Leaves:
         """A function that makes such a tree of other leaves; it keeps no leaf alive."""
         return functools.partial(_put_together, self.treedef, self._tie)
 
-    def restore(self, values: Iterable[Any]) -> Any:
+    def restore(self, values: Iterable[Any]) -> PyTree:
         """The tree with other leaves."""
         return self.form(values)
 
@@ -104,7 +104,9 @@ class Leaves:
         return zip(self.paths, self.values, strict=True)
 
 
-def _put_together(treedef: Any, tie: Callable[[Any], Any], values: Any) -> Any:
+def _put_together(
+    treedef: TreeDef, tie: Callable[[Any], Any], values: Iterable[Leaf]
+) -> PyTree:
     return tie(jax.tree_util.tree_unflatten(treedef, list(values)))
 
 
@@ -149,14 +151,14 @@ def arguments_of(
     if len({*positions}) == len(given_positions):
         is_prefixed = given_positions is argnums
         return {n: Leaves(args[n], (str(n),) if is_prefixed else ()) for n in positions}
-    given: Any = argnums
-    name = getattr(given, '__name__', None) or repr(given)
+    argument: Any = argnums
+    name = getattr(argument, '__name__', None) or repr(argument)
     message = (
         f'argnums={name} names no arguments of the call, which has {len(args)}.\n'
         'Give different positions, counted from 0: argnums=0, or argnums=(0, 1).'
     )
     with contextlib.suppress(errors.FilterTypeError):
-        filters.as_filter(given)  # The user meant wrt=.
+        filters.as_filter(argument)  # The user meant wrt=.
         message += f'\nTo name leaves by path, write wrt=: sg.grad(fun, wrt={name}).'
     raise errors.ArgumentTypeError(message)
 
@@ -187,7 +189,7 @@ def _names_of(tree: PyTree) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The names of each leaf: of its variable, and within it, as ``names_in`` says."""
     out: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
-    def walk(node: Any, outer: tuple[str, ...]) -> None:
+    def walk(node: PyTree, outer: tuple[str, ...]) -> None:
         if type(node) is dict:  # Nearly always.
             for key in sorted(node):
                 walk(node[key], (*outer, str(key)))
@@ -213,7 +215,7 @@ def path_of(keys: Keys, leaf: Leaf = None) -> Path:
 
     Args:
         keys: a key path, of any kind of keys.
-        leaf: what is there, if a filter may ask for its shape.
+        leaf: the leaf at the path, if a filter may ask for its shape.
     """
     return path_at(tuple(map(name_of, keys)), (), leaf)
 
@@ -263,7 +265,7 @@ def check_unused(unused: str) -> None:
         )
 
 
-def fitting(path: Path, value: Any, other: Any) -> Any:
+def fitting(path: Path, value: PyTree, other: PyTree) -> PyTree:
     """Returns the value that is read in place of another; raises if it does not fit.
 
     One of the two may be in a box: averages are often kept without.
@@ -276,12 +278,12 @@ def fitting(path: Path, value: Any, other: Any) -> Any:
     raise misfit(path, described(value), described(other))
 
 
-def _form(value: Any) -> Any:
+def _form(value: PyTree) -> tuple[Any, ...]:
     leaves, treedef = jax.tree.flatten(value)
     return treedef, [(_type_of(x), shape_of(x)) for x in leaves]
 
 
-def _type_of(leaf: Any) -> Any:
+def _type_of(leaf: Leaf) -> Any:
     """The dtype of an array: of one of NumPy that which JAX makes of it."""
     dtype = getattr(leaf, 'dtype', type(leaf))
     if isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind in 'biufc':
@@ -289,7 +291,7 @@ def _type_of(leaf: Any) -> Any:
     return dtype
 
 
-def as_array(leaf: Leaf) -> Any:
+def as_array(leaf: Leaf) -> Leaf:
     """A number or a NumPy array as a JAX array; anything else as it is."""
     if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
         return jnp.asarray(leaf)
@@ -301,7 +303,7 @@ def shape_of(leaf: Leaf) -> Any:
     return getattr(leaf, 'shape', ())
 
 
-def described(value: Any) -> str:
+def described(value: PyTree) -> str:
     """A value by the types in it."""
     leaves, treedef = jax.tree.flatten(value)
     if jax.tree_util.treedef_is_leaf(treedef) and leaves:

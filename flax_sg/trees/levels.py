@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 
+from flax_sg.internals.types import PyTree
 
-def one_level(node: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+
+def one_level(node: PyTree) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """The children of a node with JAX's keys of them, and what puts them together.
 
     >>> pairs, treedef = one_level({'a': (1, 2), 'b': None})

@@ -45,11 +45,11 @@ def gradient_of_each(
     """
     tree, _ = each_once(tree)
     try:
-        found = [*enumerate(leaves.treedef.flatten_up_to(tree))]
+        rows = [*enumerate(leaves.treedef.flatten_up_to(tree))]
     except (ValueError, TypeError):
-        found = _by_key_path(leaves, tree)
+        rows = _by_key_path(leaves, tree)
     values: list[Any] = [ABSENT] * len(leaves.values)
-    for index, value in found:
+    for index, value in rows:
         values[index] = ABSENT if is_nothing(value) else value
     for path, need, value in zip(leaves.paths, needed, values, strict=True):
         if need is False:
@@ -78,19 +78,21 @@ def _by_key_path(leaves: Leaves, tree: PyTree) -> list[tuple[int, Any]]:
         tree, is_leaf=lambda node: is_whole(node) or is_nothing(node)
     )
     places = {keys: index for index, keys in enumerate(leaves.key_paths)}
-    found = [(keys, value) for keys, value in pairs if not is_nothing(value)]
-    if any(keys not in places for keys, _ in found):
+    rows = [(keys, value) for keys, value in pairs if not is_nothing(value)]
+    if any(keys not in places for keys, _ in rows):
         names = 'the parameters', 'the gradient'
         raise different_structures(*names, leaves, leaves_of(tree), pruned=True)
-    return [(places[keys], value) for keys, value in found]
+    return [(places[keys], value) for keys, value in rows]
 
 
-def is_nothing(node: Any) -> bool:
+def is_nothing(node: object) -> bool:
     """Whether a node stands for a gradient that does not exist."""
     return node is None or isinstance(node, (Absent, optax.MaskedNode))
 
 
-def other_shape(whose: str, path: str, leaf: Leaf, value: Any) -> errors.StructureError:
+def other_shape(
+    whose: str, path: str, leaf: Leaf, value: Leaf
+) -> errors.StructureError:
     """The error for a value of a parameter that has another shape."""
     return errors.StructureError(
         f'{whose} at {str(path)!r} has another shape than the parameter.\n'
@@ -116,12 +118,12 @@ def different_structures(
     return errors.StructureError('\n'.join([headline, *lines]))
 
 
-def _only_in(here: Leaves, there: Leaves, name: str, other_name: str) -> list[str]:
-    others = set(there.paths)
-    paths = [str(path) for path in dict.fromkeys(here.paths) if path not in others]
+def _only_in(tree: Leaves, other: Leaves, name: str, other_name: str) -> list[str]:
+    other_paths = set(other.paths)
+    paths = [str(path) for path in dict.fromkeys(tree.paths) if path not in other_paths]
     if not paths:
         return []
-    near = nearest(paths[0], map(str, there.paths), 1)
+    near = nearest(paths[0], map(str, other.paths), 1)
     more = f' and {len(paths) - 1} more' if len(paths) > 1 else ''
     hint = f'; nearest there: {near[0]!r}' if near else ''
     return [f'  {paths[0]!r}{more}: in {name}, not in {other_name}{hint}']

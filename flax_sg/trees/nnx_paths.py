@@ -133,7 +133,7 @@ def path_at(
     Args:
         names: the names of the variable.
         inner: those of the leaf, within the value of the variable.
-        leaf: what is there, if a filter may ask for its shape.
+        leaf: the leaf at the path, if a filter may ask for its shape.
         collections: whether the first name is that of a collection.
         outer: the names that all paths begin with.
     """

@@ -69,7 +69,7 @@ class Static:
         data: the names of the attributes that are data.
     """
 
-    def __init__(self, module: Any, data: Iterable[str]) -> None:
+    def __init__(self, module: object, data: Iterable[str]) -> None:
         self.cls = type(module)
         # In the order of the module, with None for each attribute that is data.
         self.attributes: dict[str, Any] = vars(module) | dict.fromkeys(data)
@@ -138,7 +138,7 @@ def _marked(walk: Walk) -> Any:
     """The tree of a walk, with marks in it."""
     indices = dict[int, int]()
 
-    def mark(node: Any, is_in_module: bool) -> Any:
+    def mark(node: object, is_in_module: bool) -> Any:
         if id(node) in indices:
             return Again(indices[id(node)])
         is_leaf = type(node) is Leaf
@@ -164,7 +164,7 @@ def _tied(tree: PyTree) -> Any:
     """
     met = list[Any]()
 
-    def tie(node: Any, is_in_module: bool) -> Any:
+    def tie(node: object, is_in_module: bool) -> Any:
         if isinstance(node, Again):
             return met[node.index]
         tied = object.__new__(node.module.cls) if isinstance(node, Opened) else node
@@ -192,10 +192,10 @@ def _as_it_is(tree: PyTree) -> Any:
     return tree
 
 
-def _has_places(node: Any) -> bool:
+def _has_places(node: object) -> bool:
     """Whether a node may be shared: it is a module or a Variable."""
     return is_module(node) or is_variable(node)
 
 
-def _is_marked(node: Any) -> bool:
+def _is_marked(node: object) -> bool:
     return isinstance(node, (Again, Opened)) or _has_places(node)

@@ -103,7 +103,7 @@ class Walk:
             return paths
         return [self.ways.tell(path, id(leaf)) for path in paths]
 
-    def _apart(self, node: Any) -> tuple[list[Keys], list[Any], Any]:
+    def _apart(self, node: object) -> tuple[list[Keys], list[Any], Any]:
         from flax import nnx  # Models of linen do not wait for it.
 
         variables, is_root = self._variables, iter([True])
@@ -112,7 +112,7 @@ class Walk:
         is_in_module = isinstance(node, nnx.Pytree)
         is_tying = is_in_module or self._ties_outside
 
-        def is_leaf(x: Any) -> bool:
+        def is_leaf(x: object) -> bool:
             if isinstance(x, nnx.Variable):
                 if is_tying and id(x) not in variables:
                     variables[id(x)] = Leaf(x)
@@ -139,10 +139,10 @@ class Walk:
         return keys, children, treedef
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     """Whether Flax takes an attribute for data, if JAX does not know the module."""
 
-    def is_leaf(x: Any) -> bool:
+    def is_leaf(x: object) -> bool:
         return is_variable(x) or is_module(x)
 
     leaves = jax.tree.leaves(value, is_leaf=is_leaf)

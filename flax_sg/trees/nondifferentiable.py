@@ -14,17 +14,18 @@ longer 1.0 is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import serialization
+from jax.typing import DTypeLike
 
 from flax_sg import errors
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Array, ArrayIndex, Leaf, PyTree
 from flax_sg.trees.operators import operators
 
 _PIECE = np.uint16
@@ -40,7 +41,7 @@ class _Static:
     """
 
     key: Hashable
-    value: Any = dataclasses.field(compare=False)
+    value: object = dataclasses.field(compare=False)
 
     @classmethod
     def of(cls, leaf: Leaf) -> _Static:
@@ -62,7 +63,7 @@ class _Encoding:
         key: the implementation of random keys, None for what is no key.
     """
 
-    dtype: Any
+    dtype: DTypeLike
     weak: bool = False
     key: str | None = None
 
@@ -121,7 +122,7 @@ def _encode(leaf: Leaf, encoding: _Encoding) -> list[Any]:
     return [*arrays, like.ones_like(arrays[0])] if encoding.witness else arrays
 
 
-def _decode(arrays: list[Any], encoding: _Encoding) -> Any:
+def _decode(arrays: list[Any], encoding: _Encoding) -> Array:
     """The value of some pieces, refused where the witness is no longer 1.
 
     No gradient flows. A refused value is NaN, or the integer farthest from zero. A
@@ -151,7 +152,7 @@ def _decode(arrays: list[Any], encoding: _Encoding) -> Any:
     return tracing.as_weak(value) if encoding.weak else value
 
 
-def value_of(x: Any) -> Any:
+def value_of(x: PyTree) -> PyTree:
     """The value of a ``NonDifferentiable``; anything else is its own."""
     return x.value if isinstance(x, NonDifferentiable) else x
 
@@ -203,7 +204,7 @@ class NonDifferentiable(operators(value_of)):
     __slots__ = ('_arrays', '_given', '_structure')
     __array_priority__ = 100
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: PyTree) -> None:
         self._given = value_of(value)
         self._arrays: list[Any] | None = None
         self._structure: Any = None
@@ -230,7 +231,7 @@ class NonDifferentiable(operators(value_of)):
         return arrays, (treedef, encodings)
 
     @classmethod
-    def tree_unflatten(cls, structure: Any, arrays: Any) -> NonDifferentiable:
+    def tree_unflatten(cls, structure: Any, arrays: Iterable[Any]) -> NonDifferentiable:
         """Takes any children, as JAX gives; the value is made when it is read."""
         self = object.__new__(cls)
         self._given = None
@@ -244,7 +245,9 @@ class NonDifferentiable(operators(value_of)):
         except Exception:  # A tree may have shapes or shardings in its place.
             return f'NonDifferentiable(<{self._arrays!r}>)'
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         return np.array(self.value, dtype=dtype, copy=copy)
 
     def __jax_array__(self) -> jax.Array:
@@ -260,12 +263,12 @@ class NonDifferentiable(operators(value_of)):
         """Calls the value."""
         return self.value(*args, **kwargs)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: ArrayIndex) -> Any:
         is_tuple = isinstance(index, tuple)
         return self.value[tuple(map(value_of, index)) if is_tuple else value_of(index)]
 
 
-def _stopped(leaf: Leaf) -> Any:
+def _stopped(leaf: Leaf) -> Leaf:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, jax.Array) else leaf
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from flax_sg import filters
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Array, Decision
+from flax_sg.internals.types import Array, Decision, Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Choice:
     sizes: tuple[int, ...]
 
     @property
-    def chosen(self) -> Any:
+    def chosen(self) -> NDArray[np.bool_]:
         """Which indices are chosen, as an array of bools."""
         return np.frombuffer(self.mask, bool).reshape(self.sizes)
 
@@ -49,7 +50,7 @@ class Choice:
             return (slice(start, stop),)
         return indices
 
-    def cut(self, array: Array, axes: int) -> Any:
+    def cut(self, array: Array, axes: int) -> Array:
         """The chosen rows of an array; the array itself if it has no such rows.
 
         Args:
@@ -64,7 +65,7 @@ class Choice:
             return jax.eval_shape(lambda array: array[index], array)
         return array[index]
 
-    def put(self, rows: Any, shape: tuple[int, ...], rest: Any) -> Any:
+    def put(self, rows: Array, shape: tuple[int, ...], rest: Scalar) -> Array:
         """An array of a shape, with these rows in it, and a number elsewhere.
 
         >>> first = Choice(bytes([1, 0, 0]), (3,))
@@ -121,7 +122,7 @@ class Rest:
         """A rest with another array."""
         return cls(*children, choice)
 
-    def with_part(self, part: Any) -> Any:
+    def with_part(self, part: Array) -> Array:
         """The whole array, with the elements of the other part.
 
         It is an array of NumPy if both are, and where JAX has 32 bits for its 64. Of
@@ -131,7 +132,7 @@ class Rest:
             return jax.eval_shape(self._joined, self.array, part)
         return self._joined(self.array, part)
 
-    def _joined(self, array: Array, part: Any) -> Any:
+    def _joined(self, array: Array, part: Array) -> Array:
         is_wide = array.dtype != jnp.result_type(array)
         of_numpy = isinstance(part, (np.ndarray, np.generic))
         if isinstance(array, np.ndarray) and (
@@ -178,7 +179,7 @@ def halves(decision: filters.Part, array: Array, path: str) -> tuple[Any, Rest]:
 # ``Choice`` of rows, or another ``Part``.
 
 
-def mask_of(trained: Any, shape: tuple[int, ...], path: str) -> Any:
+def mask_of(trained: Decision, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
     """Which elements have a state; of length 1 in axes where all elements are alike.
 
     An array that a traced condition freezes has one: it is trained again later.
@@ -189,14 +190,14 @@ def mask_of(trained: Any, shape: tuple[int, ...], path: str) -> Any:
     return chosen.reshape(chosen.shape + (1,) * (len(shape) - chosen.ndim))
 
 
-def shape_of_part(trained: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_of_part(trained: Decision, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array as an optimizer sees it."""
     if not isinstance(trained, Choice):
         return shape
     return (sum(trained.mask), *shape[len(trained.sizes) :])
 
 
-def whole_of(trained: Any, array: Array, shape: tuple[int, ...]) -> Any:
+def whole_of(trained: Decision, array: Array, shape: tuple[int, ...]) -> Array:
     """A value of an optimizer for an array, in the shape of the whole array."""
     return trained.put(array, shape, 0) if isinstance(trained, Choice) else array
 

@@ -122,7 +122,7 @@ def states(tree: PyTree) -> list[bool]:
 def variable_types(tree: PyTree) -> list[type | None]:
     """For each leaf the class of the Variable of NNX that it is in, if there is one."""
 
-    def is_variable(node: Any) -> bool:
+    def is_variable(node: object) -> bool:
         return is_of_nnx(type(node), 'Variable')
 
     nodes = jax.tree.leaves(tree, lambda node: is_whole(node) or is_variable(node))
@@ -139,7 +139,7 @@ def declared(tree: PyTree) -> list[bool]:
     Of the Variables of NNX each Param is trained, as ``nnx.grad`` has it.
     """
 
-    def is_leaf(node: Any) -> bool:
+    def is_leaf(node: object) -> bool:
         return is_whole(node) or _fields_of(type(node)) is not None
 
     out: list[bool] = []
@@ -149,7 +149,7 @@ def declared(tree: PyTree) -> list[bool]:
     return out
 
 
-def _declared_in(node: Any, fields: frozenset[str]) -> list[bool]:
+def _declared_in(node: object, fields: frozenset[str]) -> list[bool]:
     children, _ = one_level(node)
     names = [name_of(keys[0]) for keys, _ in children]
     for name in sorted(fields - set(names)):
@@ -213,9 +213,9 @@ def _check_differentiable(
     fixed = [row for row, may in zip(leaves, may_have, strict=True) if not may]
     for part in where.parts if isinstance(where, filters.Or) else (where,):
         meant = {path: leaf for path, leaf in fixed if filters.is_meant(part(path))}
-        others = (path for path, _ in itertools.compress(leaves, may_have))
+        paths = (path for path, _ in itertools.compress(leaves, may_have))
         may_be_any = isinstance(part, filters.Constant)
-        if meant and not (may_be_any or any(filters.is_meant(part(x)) for x in others)):
+        if meant and not (may_be_any or any(filters.is_meant(part(x)) for x in paths)):
             raise not_differentiable(part, meant)
 
 
@@ -224,8 +224,8 @@ def not_differentiable(
 ) -> errors.ArgumentTypeError:
     """The error for a filter that names only what cannot be differentiated."""
     texts = [f'{str(path)!r} ({shown(leaf)})' for path, leaf in leaves.items()]
-    some = ', '.join(texts[:3] + ['...'] * (len(texts) > 3))
+    first = ', '.join(texts[:3] + ['...'] * (len(texts) > 3))
     return errors.ArgumentTypeError(
-        f'{where!r} selects only what cannot be differentiated: {some}.\n'
+        f'{where!r} selects only what cannot be differentiated: {first}.\n'
         'Select real or complex leaves; True selects those and no others.'
     )

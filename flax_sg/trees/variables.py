@@ -10,7 +10,7 @@ import jax
 from flax.core.frozen_dict import FrozenDict
 
 from flax_sg.filters.paths import SUBTREES, names_within, shape_and_dtype
-from flax_sg.internals.types import Leaf
+from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.trees.leaves import is_whole
 
 T = TypeVar('T')
@@ -53,7 +53,7 @@ def facts_of(key: Key) -> Facts:
     return key.facts if isinstance(key, LeafKey) else (key[0], key[1], 0, None)
 
 
-def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
+def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: PyTree) -> PyTree:
     """Maps over the variables in nested mappings; keeps the types of the mappings.
 
     Args:
@@ -76,7 +76,7 @@ def map_variables(fn: Callable[[Key, Any], Any], key: Key, value: Any) -> Any:
     return out
 
 
-def iter_variables(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
+def iter_variables(key: Key, value: PyTree) -> Iterator[tuple[Key, Any]]:
     """Yields the variables in a tree of nested mappings with their keys."""
     if isinstance(value, SUBTREES):
         collection, path = key
@@ -86,7 +86,9 @@ def iter_variables(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
         yield key, value
 
 
-def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) -> Any:
+def find(
+    collections: Mapping[str, Any], collection: str, names: Sequence[str]
+) -> PyTree:
     """Returns the variable or subtree at these names, or ``MISSING``."""
     node = collections.get(collection, MISSING)
     for name in names:
@@ -98,7 +100,7 @@ def find(collections: Mapping[str, Any], collection: str, names: Sequence[str]) 
     return node
 
 
-def leaf_keys(key: Key, value: Any) -> list[LeafKey]:
+def leaf_keys(key: Key, value: PyTree) -> list[LeafKey]:
     """Returns the key of each leaf of a variable.
 
     A leaf's key is the variable's key and the leaf's names inside the value. A filter
@@ -113,13 +115,13 @@ def leaf_keys(key: Key, value: Any) -> list[LeafKey]:
     ]
 
 
-def iter_leaf_keys(key: Key, value: Any) -> Iterator[LeafKey]:
+def iter_leaf_keys(key: Key, value: PyTree) -> Iterator[LeafKey]:
     """Yields the key of each leaf in a tree of variables."""
     for variable, of_variable in iter_variables(key, value):
         yield from leaf_keys(variable, of_variable)
 
 
-def map_leaves(fn: Callable[[T, Any], Any], keys: Sequence[T], value: Any) -> Any:
+def map_leaves(fn: Callable[[T, Any], Any], keys: Sequence[T], value: PyTree) -> PyTree:
     """Maps over the leaves of one variable; keeps the order of dicts.
 
     Args:
@@ -134,7 +136,7 @@ def map_leaves(fn: Callable[[T, Any], Any], keys: Sequence[T], value: Any) -> An
     return _in_order_of(value, treedef.unflatten(map(fn, keys, leaves)))
 
 
-def _in_order_of(value: Any, mapped: Any) -> Any:
+def _in_order_of(value: PyTree, mapped: PyTree) -> PyTree:
     if type(value) is dict:
         return {name: _in_order_of(item, mapped[name]) for name, item in value.items()}
     if type(value) in (list, tuple):
