@@ -169,7 +169,7 @@ def _with_numbers(
 ) -> Any:
     """A trace in which numbers are inputs, but for those whose values are asked for.
 
-    If a function does something else for a traced number, all numbers are constants.
+    So are those for which the function does something else than for a traced number.
     """
     if not numbers:
         return trace(())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flax import nnx
 
@@ -15,12 +15,20 @@ from flax_sg.nnx.asking import parameters
 from flax_sg.nnx.values import other_values
 from flax_sg.nnx.views import view
 from flax_sg.rules import cotangent_rewrites, value_rewrites
+from flax_sg.trees.leaves import ABSENT, Absent
 from flax_sg.trees.nnx_walks import Walk
 
 M = TypeVar('M')
 
 
-def stop_gradient(model: M, where: Where, *, kind: Kind = parameters, **how: Any) -> M:
+def stop_gradient(
+    model: M,
+    where: Where,
+    *,
+    kind: Kind = parameters,
+    unused: str = 'raise',
+    levels: int | None = None,
+) -> M:
     """Returns a view of an NNX model in which the selected Variables get no gradient.
 
     ``where`` names what is **stopped**.
@@ -65,9 +73,9 @@ def stop_gradient(model: M, where: Where, *, kind: Kind = parameters, **how: Any
         kind: the Variables that may be selected, as an NNX filter: a type, a tag, or
             several. By default ``nnx.Param``, and real and complex arrays that are in
             no Variable.
-        **how: ``unused=`` and ``levels=``. ``unused`` is ``'raise'`` if a part of
-            ``where`` matches nothing, or ``'ignore'`` to let that pass. ``levels`` says
-            how many levels of differentiation are stopped: None for all, 1 for the
+        unused: ``'raise'`` if a part of ``where`` matches nothing, or ``'ignore'`` to
+            let that pass.
+        levels: how many levels of differentiation are stopped: None for all, 1 for the
             innermost one, as MAML needs it.
 
     Returns:
@@ -88,10 +96,13 @@ def stop_gradient(model: M, where: Where, *, kind: Kind = parameters, **how: Any
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
     filters.named(filters.as_filter(where), 'frozen', 'nnx.stop_gradient(model, {})')
-    return view(Walk(model), value_rewrites.stop_gradient(where, **how), kind)
+    rewrite = value_rewrites.stop_gradient(where, unused=unused, levels=levels)
+    return view(Walk(model), rewrite, kind)
 
 
-def train_only(model: M, where: Where, *, kind: Kind = parameters, **how: Any) -> M:
+def train_only(
+    model: M, where: Where, *, kind: Kind = parameters, unused: str = 'raise'
+) -> M:
     """Returns a view of an NNX model in which only the selected Variables are trained.
 
     ``where`` names what is **trained**.
@@ -111,17 +122,24 @@ def train_only(model: M, where: Where, *, kind: Kind = parameters, **how: Any) -
         model: as in ``stop_gradient``.
         where: the Variables to train. All others of the ``kind`` are stopped.
         kind: as in ``stop_gradient``.
-        **how: ``unused=``, as in ``stop_gradient``.
+        unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
     """
     filters.named(filters.as_filter(where), 'trained', 'nnx.train_only(model, {})')
-    rewrite = value_rewrites.train_only(where, **how)
+    rewrite = value_rewrites.train_only(where, unused=unused)
     return view(Walk(model), rewrite, kind, 'train_only')
 
 
-def substitute(model: M, values: PyTree, *, kind: Kind = parameters, **how: Any) -> M:
+def substitute(
+    model: M,
+    values: PyTree,
+    *,
+    where: Where | Absent = ABSENT,
+    kind: Kind = parameters,
+    unused: str = 'raise',
+) -> M:
     """Returns a view of an NNX model that reads other values in its Variables.
 
     Gradients flow to these values, and not to the model.
@@ -139,10 +157,10 @@ def substitute(model: M, values: PyTree, *, kind: Kind = parameters, **how: Any)
         values: another model or a state with Variables at the same paths, a tree of
             arrays or models, nested as the Variables are, or a function
             ``(path, value) -> value``, which keeps the shape.
+        where: the Variables that are read as other values: by default those in
+            ``values``; all, if it is a function.
         kind: as in ``stop_gradient``; of the Variables in ``values``, too.
-        **how: ``where=``, the Variables that are read as other values: by default those
-            in ``values``; all, if it is a function. ``unused=``, as in
-            ``stop_gradient``.
+        unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
@@ -157,12 +175,18 @@ def substitute(model: M, values: PyTree, *, kind: Kind = parameters, **how: Any)
         raise wrong_argument(values, 'model or tree', 'nnx.substitute(model, target)')
     walk = Walk(model)
     if isinstance(values, (nnx.Pytree, Mapping, list, tuple)):
-        return view(walk, other_values(walk, values, kind, **how), kind)
-    return view(walk, value_rewrites.substitute(values, **how), kind)
+        return view(walk, other_values(walk, values, kind, where, unused), kind)
+    rewrite = value_rewrites.substitute(values, where=where, unused=unused)
+    return view(walk, rewrite, kind)
 
 
 def map_cotangent(
-    model: M, where: Where, fn: Callable[..., Array], *values: Array, **how: Any
+    model: M,
+    where: Where,
+    fn: Callable[..., Array],
+    *values: Array,
+    kind: Kind = parameters,
+    unused: str = 'raise',
 ) -> M:
     """Returns a view whose gradients go through a function, for each Variable once.
 
@@ -182,7 +206,8 @@ def map_cotangent(
         where: the Variables whose gradients are mapped.
         fn: called as ``fn(path, cotangent, *values)``; returns the new cotangent.
         *values: numbers and arrays, traced or not, that ``fn`` needs.
-        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
+        kind: as in ``stop_gradient``.
+        unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
@@ -190,10 +215,18 @@ def map_cotangent(
     Raises:
         CotangentError: in the backward pass, if ``fn`` changes the shape or the dtype.
     """
-    return _of(cotangent_rewrites.map_cotangent, model, where, fn, *values, **how)
+    rewrite = cotangent_rewrites.map_cotangent(where, fn, *values, unused=unused)
+    return view(Walk(model), rewrite, kind)
 
 
-def scale_gradient(model: M, where: Where, factor: Scalar, **how: Any) -> M:
+def scale_gradient(
+    model: M,
+    where: Where,
+    factor: Scalar,
+    *,
+    kind: Kind = parameters,
+    unused: str = 'raise',
+) -> M:
     """Returns a view whose gradients are multiplied by a number.
 
     >>> import jax.numpy as jnp
@@ -208,15 +241,24 @@ def scale_gradient(model: M, where: Where, factor: Scalar, **how: Any) -> M:
         model: as in ``stop_gradient``.
         where: the Variables whose gradients are scaled.
         factor: a number, traced or not.
-        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
+        kind: as in ``stop_gradient``.
+        unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
     """
-    return _of(cotangent_rewrites.scale_gradient, model, where, factor, **how)
+    rewrite = cotangent_rewrites.scale_gradient(where, factor, unused=unused)
+    return view(Walk(model), rewrite, kind)
 
 
-def reverse_gradient(model: M, where: Where, *factor: Scalar, **how: Any) -> M:
+def reverse_gradient(
+    model: M,
+    where: Where,
+    factor: Scalar = 1.0,
+    *,
+    kind: Kind = parameters,
+    unused: str = 'raise',
+) -> M:
     """Returns a view whose gradients have the opposite sign.
 
     >>> import jax.numpy as jnp
@@ -230,17 +272,28 @@ def reverse_gradient(model: M, where: Where, *factor: Scalar, **how: Any) -> M:
     Args:
         model: as in ``stop_gradient``.
         where: the Variables whose gradients are reversed.
-        *factor: a positive number that multiplies them too, as in
+        factor: a positive number that multiplies them too, as in
             ``flax_sg.linen.reverse_gradient``.
-        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
+        kind: as in ``stop_gradient``.
+        unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
     """
-    return _of(cotangent_rewrites.reverse_gradient, model, where, *factor, **how)
+    rewrite = cotangent_rewrites.reverse_gradient(where, factor, unused=unused)
+    return view(Walk(model), rewrite, kind)
 
 
-def clip_gradient(model: M, where: Where, **how: Any) -> M:
+def clip_gradient(
+    model: M,
+    where: Where,
+    *,
+    value: Scalar | None = None,
+    norm: Scalar | None = None,
+    global_norm: Scalar | None = None,
+    kind: Kind = parameters,
+    unused: str = 'raise',
+) -> M:
     """Returns a view whose gradients are clipped.
 
     >>> import jax.numpy as jnp
@@ -254,17 +307,30 @@ def clip_gradient(model: M, where: Where, **how: Any) -> M:
     Args:
         model: as in ``stop_gradient``.
         where: the Variables whose gradients are clipped.
-        **how: ``norm=`` of each Variable, ``global_norm=`` of all together, or
-            ``value=`` of each number, as in ``flax_sg.linen.clip_gradient``. ``kind=``
-            and ``unused=``, as in ``stop_gradient``.
+        value: the largest number of a gradient.
+        norm: the largest norm of the gradient of each Variable.
+        global_norm: the largest norm of all of them together. Exactly one of the three,
+            as in ``flax_sg.linen.clip_gradient``.
+        kind: as in ``stop_gradient``.
+        unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
     """
-    return _of(cotangent_rewrites.clip_gradient, model, where, **how)
+    rewrite = cotangent_rewrites.clip_gradient(
+        where, value=value, norm=norm, global_norm=global_norm, unused=unused
+    )
+    return view(Walk(model), rewrite, kind)
 
 
-def replace_cotangent(model: M, where: Where, value: Array, **how: Any) -> M:
+def replace_cotangent(
+    model: M,
+    where: Where,
+    value: Array,
+    *,
+    kind: Kind = parameters,
+    unused: str = 'raise',
+) -> M:
     """Returns a view whose gradients are a given value.
 
     >>> import jax.numpy as jnp
@@ -279,15 +345,23 @@ def replace_cotangent(model: M, where: Where, value: Array, **how: Any) -> M:
         model: as in ``stop_gradient``.
         where: the Variables whose gradients are replaced.
         value: the gradient: a number, or an array of the Variable's shape and dtype.
-        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
+        kind: as in ``stop_gradient``.
+        unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
     """
-    return _of(cotangent_rewrites.replace_cotangent, model, where, value, **how)
+    rewrite = cotangent_rewrites.replace_cotangent(where, value, unused=unused)
+    return view(Walk(model), rewrite, kind)
 
 
-def print_cotangent(model: M, where: Where, **how: Any) -> M:
+def print_cotangent(
+    model: M,
+    where: Where,
+    *,
+    kind: Kind = parameters,
+    unused: str = 'raise',
+) -> M:
     """Returns a view that prints gradients in each backward pass.
 
     >>> import jax, jax.numpy as jnp
@@ -301,13 +375,11 @@ def print_cotangent(model: M, where: Where, **how: Any) -> M:
     Args:
         model: as in ``stop_gradient``.
         where: the Variables whose gradients are printed.
-        **how: ``kind=`` and ``unused=``, as in ``stop_gradient``.
+        kind: as in ``stop_gradient``.
+        unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
     """
-    return _of(cotangent_rewrites.print_cotangent, model, where, **how)
-
-
-def _of(make: Any, model: M, *args: Any, kind: Kind = parameters, **how: Any) -> M:
-    return view(Walk(model), make(*args, **how), kind)
+    rewrite = cotangent_rewrites.print_cotangent(where, unused=unused)
+    return view(Walk(model), rewrite, kind)
