@@ -18,6 +18,7 @@ from jax._src.interpreters import ad as jax_ad
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as jax_lax
+from jax.core import Trace
 from jax.core import Tracer as Tracer
 from jax.interpreters import ad
 
@@ -81,7 +82,7 @@ def zeros_of(aval: Aval) -> Array:
     return jax.device_put(zeros, space)
 
 
-def _outwards(trace: jax_core.Trace | None) -> Iterator[Any]:
+def _outwards(trace: Trace | None) -> Iterator[Any]:
     """Yields a trace and its outer traces, innermost first."""
     while trace is not None:
         yield trace
@@ -135,7 +136,7 @@ def kept_trace(level: Level = None) -> weakref.ref[Any] | None:
     )
 
 
-def _innermost_kept(trace: jax_core.Trace | None) -> weakref.ref[Any] | None:
+def _innermost_kept(trace: Trace | None) -> weakref.ref[Any] | None:
     """A trace itself, or the first outer trace, that JAX may cache."""
     while trace is not None:
         outer = getattr(trace, 'parent_trace', None)
