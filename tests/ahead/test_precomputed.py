@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -317,6 +318,9 @@ def test_numbers_of_python_are_data() -> None:
 
     def fun(params: Any, x: Any, scale: float, step: int, *, bias: float) -> Any:
         y = jnp.tanh(x @ params['body']['w']) * scale
+        # Rules of derivatives are other functions in each trace, and a step that is a
+        # constant leaves numbers of numbers in the program, as the tracer does.
+        y = jax.nn.relu(y) + optax.cosine_decay_schedule(1.0, 10)(step)
         y = jnp.where(step < 3, y, -y)
         return jnp.mean(y @ params['head']['w'] + bias)
 
@@ -334,6 +338,8 @@ def scaled(params: Any, x: Any, factor: Any) -> Any:
     return jnp.mean(y) * factor
 
 
+SCALES = jnp.full(X.shape, 0.5), jnp.full(X.shape, 2.0)
+
 OTHERWISE: dict[str, tuple[Any, Any]] = {
     'its type': (lambda p, x, n: scaled(p, x, n if isinstance(n, float) else 1.0), 3.0),
     'its text': (lambda p, x, n: scaled(p, x, {'3': 5.0}.get(f'{n}', 1.0)), 3),
@@ -342,6 +348,23 @@ OTHERWISE: dict[str, tuple[Any, Any]] = {
     'of small differences': (lambda p, x, n: scaled(p, x, (1 - n) * 1e9), 1 - 1e-9),
     'in a jitted function': (
         lambda p, x, n: jax.jit(lambda x: scaled(p, x, 1.0 * isinstance(n, int)))(x),
+        3,
+    ),
+    'an axis': (
+        lambda p, x, n: jnp.sum(
+            (x @ p['body']['w']).sum(0 if isinstance(n, int) else 1)
+            * p['head']['w'].sum()
+        ),
+        3,
+    ),
+    'a constant': (
+        lambda p, x, n: scaled(p, x * SCALES[isinstance(n, int)], 1.0).sum(),
+        3,
+    ),
+    'a constant in a jitted function': (
+        lambda p, x, n: jax.jit(
+            lambda x: scaled(p, x * SCALES[isinstance(n, int)], 1.0)
+        )(x),
         3,
     ),
 }
