@@ -66,6 +66,29 @@ def assert_split(
     return ahead
 
 
+def assert_rows(fun: Any, params: Any, x: Any, trained: list[str]) -> Any:
+    """What is kept of two batches may be put together, and in another order.
+
+    Args:
+        fun: the loss.
+        params: a dict of its parameters.
+        x: a batch.
+        trained: the names of those that are trained.
+    """
+    ahead = sg.precompute(fun, params, x, wrt=trained, examples=True)
+    both = [ahead.early(params, part) for part in (x, x * 2)]
+    kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
+    size = len(x)
+    how: Any = {'wrt': trained, 'unused': 'ignore'}
+    for scale, rows in (1.0, [2, size + 1, size, 0]), (0.5, [1, size, 2, size + 2]):
+        order = np.array(rows[:size])
+        given = {k: v * scale if k in trained else v for k, v in params.items()}
+        batch = [leaf[order] for leaf in kept]
+        right = sg.value_and_grad(fun, **how)(given, jnp.concatenate([x, x * 2])[order])
+        assert_same(sg.value_and_grad(ahead.late, **how)(given, batch), right)
+    return ahead
+
+
 def assert_rows_split(fun: Any, x: Any, once: int) -> None:
     """The last of three layers is trained; two products are left for each step.
 
