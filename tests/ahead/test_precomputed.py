@@ -14,6 +14,7 @@ from flax import nnx
 import flax_sg as sg
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.splits import assert_same, products
 
 PARAMS: Any = {
     'body': {'w': jax.random.normal(jax.random.key(0), (4, 4)) / 2},
@@ -25,17 +26,6 @@ KEY = jax.random.key(3)
 
 def loss(params: Any, x: Any) -> Any:
     return jnp.mean(jnp.tanh(x @ params['body']['w']) @ params['head']['w'])
-
-
-def products(fun: Any, *args: Any) -> int:
-    """How many products a function computes, wherever they stand in it."""
-    return str(jax.make_jaxpr(fun)(*args)).count('dot_general[')
-
-
-def assert_same(ours: Any, right: Any) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(right)
-    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
 def test_several_trees_of_parameters():

@@ -37,7 +37,6 @@ from tests.helpers.described.uses import (
     check,
     eager,
     initialization_is_that_without_blocks,
-    integers,
     staged,
 )
 from tests.helpers.left_over import assert_nothing_is_left
@@ -89,12 +88,6 @@ def test_the_union_of_nested_blocks_stops():
                 assert frozen() == 'ab'
             assert frozen() == 'a'
         assert frozen() == ''
-
-
-# Whose paths a block speaks of.
-
-
-# Ways out of a block.
 
 
 # Generators: a block may be held open by code that is not running.
@@ -787,42 +780,6 @@ def test_values_streams_and_collections_are_those_without_the_block():
         oracle.assert_same(everything(block), plain)
 
 
-def test_a_loss_on_what_a_stopped_part_sows_does_not_train_it():
-    """Hazard 24: and a penalty on the parameters outside of the block does."""
-
-    def body(module, x):
-        with nn.stop_gradient('w'):
-            y = read(module, 'w') * read(module, 'b') * x
-            module.sow('intermediates', 'y', y)
-        return jnp.sum(read(module, 'w') ** 2)
-
-    def loss(params):
-        penalty, written = done(body, params, X, ['intermediates'])
-        return penalty + jnp.sum(written['intermediates']['y'][0])
-
-    gradient = jax.grad(loss)(PARTS)
-    oracle.assert_same(gradient['w'], 2 * PARTS['w'])
-    oracle.assert_same(gradient['b'], PARTS['w'] * X)
-
-
-def test_a_weight_that_is_tied_is_stopped_in_the_use_that_is_in_the_block():
-    """Hazard 23."""
-
-    def body(module, x):
-        embed = nn.Embed(4, 3, name='embed')
-        y = embed(jnp.array([1, 2])) * x[None, :]
-        with nn.stop_gradient('embed/*'):
-            return embed.attend(y), y
-
-    def by_hand(module, x):
-        table = module.variables['params']['embed']['embedding']
-        y = table[jnp.array([1, 2])] * x[None, :]
-        return y @ stop(table).T, y
-
-    table = integers({'embed': {'embedding': jnp.ones((4, 3))}})
-    assert_same_program(body, by_hand, table)
-
-
 # Paths: what a filter is told of a variable.
 
 
@@ -1013,19 +970,6 @@ def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
         oracle.assert_same(pull_back(ones)[0], PARTS)
 
 
-def test_a_long_block_frees_the_trees_it_has_seen():
-    refs = []
-    with nn.stop_gradient('kernel'):
-        for i in range(3):
-            params = jax.tree.map(lambda p, i=i: p + i, OF_DENSE)
-            refs.append(weakref.ref(params['kernel']))
-            jax.grad(lambda p: jnp.sum(dense(p)))(params)
-            del params
-        gc.collect()
-        assert [ref() for ref in refs] == [None] * 3
-        assert list(blocks.thread.blocks[0].roots) == []
-
-
 @pytest.mark.usefixtures('leaks')
 def test_a_module_bound_in_a_compiled_function():
     with nn.stop_gradient('bias'):
@@ -1034,38 +978,6 @@ def test_a_module_bound_in_a_compiled_function():
         )
     assert oracle.is_zero(grads['bias'])
     assert not oracle.is_zero(grads['kernel'])
-
-
-def test_modules_open_blocks_in_each_other():
-    # Each of them sees its own parameters by its own names.
-    class Inner(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('kernel'):
-                kernel = self.param('kernel', fnn.initializers.ones, (3, 3))
-                bias = self.param('bias', fnn.initializers.ones, (1, 3))
-                return x @ kernel + bias
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('one/bias'):
-                x = Inner(name='two')(Inner(name='one')(x))
-            return x * self.param('kernel', fnn.initializers.ones, (1, 3))
-
-    params = oracle.init(Outer(), jax.random.key(0), ROWS)['params']
-    stopped = {'one/kernel', 'one/bias', 'two/kernel'}
-
-    def by_hand(params):
-        p = oracle.stopped(params, lambda path: path in stopped)
-        x = ROWS
-        for name in ('one', 'two'):
-            x = x @ p[name]['kernel'] + p[name]['bias']
-        return x * p['kernel']
-
-    oracle.assert_same_grads(
-        lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
-    )
 
 
 def test_a_block_opened_by_another_task_while_one_is_open():

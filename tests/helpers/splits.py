@@ -87,24 +87,3 @@ def assert_rows(fun: Any, params: Any, x: Any, trained: list[str]) -> Any:
         right = sg.value_and_grad(fun, **how)(given, jnp.concatenate([x, x * 2])[order])
         assert_same(sg.value_and_grad(ahead.late, **how)(given, batch), right)
     return ahead
-
-
-def assert_rows_split(fun: Any, x: Any, once: int) -> None:
-    """The last of three layers is trained; two products are left for each step.
-
-    Args:
-        fun: the loss, of ``{'stack': layers}`` and ``x``.
-        x: its data.
-        once: how many products are made once.
-    """
-    params = {'stack': jax.random.normal(jax.random.key(5), (3, 4, 4)) / 2}
-    moved = {'stack': params['stack'].at[2].add(0.1)}
-    ahead = sg.precompute(fun, params, x, wrt=sg.at('stack', np.s_[2:]))
-    kept = ahead.early(params, x)
-    jax.tree.map(np.testing.assert_array_equal, ahead.early(moved, x), kept)
-    assert products(ahead.early, params, x) == once
-    assert products(ahead.late, params, kept) == 2
-    for given in params, moved:
-        value, grads = jax.value_and_grad(fun)(given, x)
-        right = value, {'stack': grads['stack'].at[:2].set(0)}
-        assert_same(jax.value_and_grad(ahead.late)(given, kept), right)
