@@ -980,6 +980,38 @@ def test_a_module_bound_in_a_compiled_function():
     assert not oracle.is_zero(grads['kernel'])
 
 
+def test_modules_open_blocks_in_each_other():
+    # Each of them sees its own parameters by its own names.
+    class Inner(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('kernel'):
+                kernel = self.param('kernel', fnn.initializers.ones, (3, 3))
+                bias = self.param('bias', fnn.initializers.ones, (1, 3))
+                return x @ kernel + bias
+
+    class Outer(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            with nn.stop_gradient('one/bias'):
+                x = Inner(name='two')(Inner(name='one')(x))
+            return x * self.param('kernel', fnn.initializers.ones, (1, 3))
+
+    params = oracle.init(Outer(), jax.random.key(0), ROWS)['params']
+    stopped = {'one/kernel', 'one/bias', 'two/kernel'}
+
+    def by_hand(params):
+        p = oracle.stopped(params, lambda path: path in stopped)
+        x = ROWS
+        for name in ('one', 'two'):
+            x = x @ p[name]['kernel'] + p[name]['bias']
+        return x * p['kernel']
+
+    oracle.assert_same_grads(
+        lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
+    )
+
+
 def test_a_block_opened_by_another_task_while_one_is_open():
     def opens():
         with pytest.raises(errors.BlockError), nn.stop_gradient('b/**'):

@@ -552,6 +552,32 @@ def test_a_kept_value_of_two_variables_depends_on_what_is_said_of_both():
     }
 
 
+def test_an_average_that_is_the_same_array_as_the_stopped_parameter():
+    class Both(nn.Module):
+        def setup(self):
+            self.w = param(self, 'w')
+            self.average = self.parent.get_variable('average', 'w')
+
+        def __call__(self, x):
+            return x * self.w, x * self.average
+
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kid = Both(name='kid')
+            with nn.stop_gradient('kid/w'):
+                inside = kid(x)
+            return *inside, *kid(x)
+
+    def fn(w):
+        variables = {'params': {'kid': {'w': w}}, 'average': {'w': X}}
+        return Parent().apply(variables, jnp.ones(3))
+
+    zero = jnp.zeros(3)
+    seeds = jnp.array([1.0, 2.0, 3.0])  # Of each output.
+    oracle.assert_same(oracle.grads(fn, X), [(zero,), (zero,), (seeds,), (zero,)])
+
+
 def test_nothing_is_kept_when_the_block_has_closed():
     """Bound modules live on; what blocks made of their values does not."""
     kid = Kid()
