@@ -277,6 +277,8 @@ def test_a_number_that_a_function_asks_for_is_named(name):
     # The weight stays an input, of which nothing is known.
     assert repr(live) == "<live: 'a', 'c'>"
     assert 'It holds for step=1 alone.' in str(sg.gradient_flow(loss, params, 1, 0.0))
+    with pytest.warns(UserWarning, match='holds for step=1 alone'):
+        assert sg.live(loss, params, np.int32(1), 0.0) == live
     # Nothing is said of what is bound, of flags, and where everything is trained.
     assert sg.live(lambda p, w: loss(p, 1, w), params, 0.0) == live
     sg.live(lambda p, n: jnp.sum(p['a'] + jnp.zeros(n)), {'a': jnp.ones(2)}, 2)
@@ -317,15 +319,6 @@ def test_a_number_that_is_another_one_as_a_tracer_counts_as_it_is(fn):
     assert not right['layer_0'].any() and not right['layer_2'].any()
     oracle.assert_same(grads['layer_1'], right['layer_1'])
     assert sg.gradient_flow(fn, LAYERS, 1).why('output', 'layer_1').lines
-
-
-def test_a_scalar_of_numpy_is_a_number():
-    def loss(params, step):
-        return jnp.sum(params['a'] if step >= 2 else params['b'])
-
-    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
-    with pytest.warns(UserWarning, match='holds for step=0 alone'):
-        assert repr(sg.live(loss, params, np.int32(0))) == "<live: 'b'>"
 
 
 def test_a_number_has_the_name_of_its_argument():
