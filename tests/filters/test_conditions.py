@@ -392,3 +392,30 @@ def test_in_a_module(how, model):
         return ours(where(params, lambda _: flag), False)
 
     assert_same_steps(ours, hand, params)
+
+
+def test_in_the_body_of_a_scan_of_layers():
+    class Layer(linen.Module):
+        frozen: Any
+
+        @linen.compact
+        def __call__(self, x, flag):
+            return nn.Frozen(linen.Dense(3, name='dense'), flag)(x), None
+
+    def ours(params, flags):
+        layers = linen.scan(Layer, length=3, in_axes=0, **oracle.STACKED)(None)
+        return jnp.sum(layers.apply({'params': params}, X, flags)[0] ** 2)
+
+    flags = jnp.array([True, False, True])
+    layers = linen.scan(Layer, length=3, in_axes=0, **oracle.STACKED)(None)
+    params = oracle.init(layers, jax.random.key(0), X, flags)['params']
+
+    def hand(params, flags):
+        def stop(w):
+            mask = flags.reshape(3, *[1] * (w.ndim - 1))
+            return jnp.where(mask, jax.lax.stop_gradient(w), w)
+
+        return ours(jax.tree.map(stop, params), jnp.zeros(3, bool))
+
+    expected = jax.jit(jax.value_and_grad(hand))(params, flags)
+    oracle.assert_same(jax.jit(jax.value_and_grad(ours))(params, flags), expected)
