@@ -324,7 +324,16 @@ def scaled(params: Any, x: Any, factor: Any) -> Any:
     return jnp.mean(y) * factor
 
 
+def told(p: Any, x: Any, n: Any) -> Any:
+    """A number is told of, and a tracer is not; what is computed is the same."""
+    value = scaled(p, x, 1.0)
+    if isinstance(n, int):
+        jax.debug.callback(lambda: None)
+    return value
+
+
 OTHERWISE: dict[str, tuple[Any, Any]] = {
+    'its effects': (told, 3),
     'its type': (lambda p, x, n: scaled(p, x, n if isinstance(n, float) else 1.0), 3.0),
     'its text': (lambda p, x, n: scaled(p, x, {'3': 5.0}.get(f'{n}', 1.0)), 3),
     'its shape': (lambda p, x, n: scaled(p, x, 1.0 if hasattr(n, 'shape') else 2.0), 3),

@@ -238,7 +238,6 @@ LEADS: dict[str, Any] = {
         weakref.WeakValueDictionary({0: layer}), lambda held: held[0]
     ),
     'what is static in a node': lambda layer: Node('none', layer.__call__),
-    'what is static in data': lambda layer: nnx.data(Node(jnp.ones(2), layer.__call__)),
     'many in a row': many_in_a_row,
 }
 
