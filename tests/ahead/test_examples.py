@@ -1,6 +1,5 @@
 """``examples=True``: each example by itself, found in the program and compared."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg.ahead.examples import Examples, Mixed, followed
 from tests.helpers import oracle
+from tests.helpers.splits import assert_rows, assert_same
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (4, 6, 6))
@@ -270,34 +270,7 @@ def test_features_of_single_examples(kind: str) -> None:
     where = {'argnums': (0, 1), 'wrt': '0/head/**', 'unused': 'ignore'}
     ours = sg.value_and_grad(ahead.late, **where)(*params, batch)
     right = sg.value_and_grad(loss, **where)(*params, x[rows], y[rows])
-    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize('is_mixed', (False, True))
-def test_a_loop_of_which_a_part_is_known(is_mixed: bool) -> None:
-    """What is stacked over time has the examples in front; a mean is taken anew."""
-    params = {'frozen': W, 'trained': W.T}
-
-    def loss(params: Any, x: Any) -> Any:
-        def turn(h: Any, row: Any) -> Any:
-            row = row - row.mean(0, keepdims=True) if is_mixed else row
-            return jnp.tanh(h @ params['trained'] + jnp.sin(row @ params['frozen'])), h
-
-        return jnp.sum(lax.scan(turn, x[:, 0], x.swapaxes(0, 1))[1] ** 2)
-
-    said = pytest.warns(UserWarning, match='Nothing is') if is_mixed else nullcontext()
-    with said:
-        ahead = sg.precompute(loss, params, X, wrt='trained', examples=True)
-    kept = [ahead.early(params, x) for x in (X, X * 2)]
-    kept = jax.tree.map(lambda *rows: jnp.concatenate(rows), *kept)
-    rows = np.array([2, 7, 5, 1])
-    batch = jax.tree.map(lambda leaf: leaf[rows], kept)
-    x = jnp.concatenate([X, X * 2])[rows]
-    ours = sg.value_and_grad(ahead.late, wrt='trained')(params, batch)
-    right = sg.value_and_grad(loss, wrt='trained')(params, x)
-    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert_same(ours, right)
 
 
 def test_a_batch_mean_beside_a_carry() -> None:
@@ -312,19 +285,8 @@ def test_a_batch_mean_beside_a_carry() -> None:
         return jnp.sum((h @ params['head']) ** 2) + jnp.sum(means**2)
 
     params = {'cell': W, 'torso': W.T, 'head': W}
-    ahead = sg.precompute(loss, params, X, wrt='head', examples=True)
-    both = [ahead.early(params, x) for x in (X, X * 2)]
-    kept = jax.tree.map(lambda *rows: jnp.concatenate(rows), *both)
+    ahead = assert_rows(loss, params, X, ['head'])
     assert 'cell is computed' not in str(ahead)
-    for scale, rows in (1.0, [2, 7, 5, 1]), (0.5, [0, 1, 4, 5]), (2.0, [3, 2, 1, 0]):
-        moved, order = {**params, 'head': W * scale}, np.array(rows)
-        ours = sg.value_and_grad(ahead.late, wrt='head')(
-            moved, [k[order] for k in kept]
-        )
-        x = jnp.concatenate([X, X * 2])[order]
-        right = sg.value_and_grad(loss, wrt='head')(moved, x)
-        for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_turns_of_a_mapped_loop() -> None:

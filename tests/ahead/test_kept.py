@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,8 @@ import pytest
 from jax import lax
 
 import flax_sg as sg
-from tests.helpers.splits import MOVED, PARAMS, TRAINED, XS, assert_split, products
+from flax_sg.ahead.cut import cheapest_cut
+from tests.helpers.splits import MOVED, PARAMS, TRAINED, XS, assert_split
 
 X = XS[0]
 
@@ -260,29 +260,27 @@ def test_a_checkpoint_is_that_of_the_user() -> None:
     assert 'optimization_barrier' not in late
 
 
-class ActorCritic(fnn.Module):
-    def setup(self) -> None:
-        self.torso, self.actor, self.critic = fnn.Dense(8), fnn.Dense(3), fnn.Dense(1)
+def test_cheap_values_are_made_again() -> None:
+    """Of what is broadcast the small array is kept."""
 
-    def act(self, x: Any) -> Any:
-        return self.actor(fnn.relu(self.torso(x)))
+    def loss(params: Any, x: Any) -> Any:
+        small = (x @ params['torso']).sum()
+        return jnp.sum(jnp.broadcast_to(small, (4, 4)) * params['head'])
 
-    def value(self, x: Any) -> Any:
-        return self.critic(fnn.relu(self.torso(x)))
-
-    def __call__(self, x: Any) -> Any:
-        return self.act(x), self.value(x)
+    ahead = sg.precompute(loss, PARAMS, X, wrt='head')
+    assert [x.shape for x in ahead.kept] == [()]
 
 
-def test_two_methods_of_a_model() -> None:
-    """Each applies the torso: there is one product in early."""
-    net = ActorCritic()
-    params = net.init(jax.random.key(0), X)['params']
+def test_nothing_to_keep() -> None:
+    """It is said, if only frozen parameters and what changes are read."""
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        sg.precompute(
+            lambda params, key: params['torso'] @ params['head'], PARAMS, X, each=1
+        )
 
-    def fun(params: Any, x: Any) -> Any:
-        both = (net.apply({'params': params}, x, method=m) for m in ('act', 'value'))
-        return sum(jnp.mean(y**2) for y in both)
 
-    ahead = sg.precompute(fun, params, X, wrt=['actor/**', 'critic/**'])
-    assert products(ahead.early, params, X) == 1
-    assert [k.shape for k in ahead.kept] == [(3, 8)]
+def test_cut_takes_the_fewest_bytes() -> None:
+    """Two values made of one; one made of two; and one that is not cheap."""
+    assert cheapest_cut({1: 8, 2: 8, 3: 8}, {2: [1], 3: [1]}, [2, 3]) == {1}
+    assert cheapest_cut({1: 8, 2: 8, 3: 8}, {3: [1, 2]}, [3]) == {3}
+    assert cheapest_cut({1: 8, 2: 99}, {}, [2]) == {2}

@@ -15,6 +15,7 @@ from flax import nnx
 import flax_sg as sg
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.splits import assert_same, products
 
 PARAMS: Any = {
     'body': {'w': jax.random.normal(jax.random.key(0), (4, 4)) / 2},
@@ -26,17 +27,6 @@ KEY = jax.random.key(3)
 
 def loss(params: Any, x: Any) -> Any:
     return jnp.mean(jnp.tanh(x @ params['body']['w']) @ params['head']['w'])
-
-
-def products(fun: Any, *args: Any) -> int:
-    """How many products a function computes, wherever they stand in it."""
-    return str(jax.make_jaxpr(fun)(*args)).count('dot_general[')
-
-
-def assert_same(ours: Any, right: Any) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(right)
-    for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
 def test_several_trees_of_parameters():
@@ -340,7 +330,17 @@ def scaled(params: Any, x: Any, factor: Any) -> Any:
 
 SCALES = jnp.full(X.shape, 0.5), jnp.full(X.shape, 2.0)
 
+
+def told(p: Any, x: Any, n: Any) -> Any:
+    """A number is told of, and a tracer is not; what is computed is the same."""
+    value = scaled(p, x, 1.0)
+    if isinstance(n, int):
+        jax.debug.callback(lambda: None)
+    return value
+
+
 OTHERWISE: dict[str, tuple[Any, Any]] = {
+    'its effects': (told, 3),
     'its type': (lambda p, x, n: scaled(p, x, n if isinstance(n, float) else 1.0), 3.0),
     'its text': (lambda p, x, n: scaled(p, x, {'3': 5.0}.get(f'{n}', 1.0)), 3),
     'its shape': (lambda p, x, n: scaled(p, x, 1.0 if hasattr(n, 'shape') else 2.0), 3),

@@ -128,6 +128,11 @@ def test_dropout_of_nnx():
         line for line in text if line.startswith(('tower is computed', 'To turn'))
     ]
     assert text[-1] == 'To turn dropout off there, call eval() of the frozen module.'
+    assert 'drop/rngs/count, which the function writes' in '\n'.join(text)
+    model.drop.eval()
+    still = sg.precompute(loss, model, X, wrt='head/**')
+    assert 'at each step' not in str(still)
+    assert [k.shape for k in still.kept] == [(4, 8)]
 
 
 def test_rows_of_a_batch():

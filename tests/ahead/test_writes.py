@@ -132,29 +132,6 @@ def test_which_outputs_are_inputs(name: str):
     assert handed_through(jax.make_jaxpr(fun)(x, x)) == expected
 
 
-def test_dropout_in_the_frozen_part():
-    """It draws at each step, so nothing behind it is computed once."""
-
-    class Noisy(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.body = nnx.Linear(4, 4, rngs=rngs)
-            self.drop = nnx.Dropout(0.5, rngs=rngs)
-            self.tower = nnx.Linear(4, 4, rngs=rngs)
-            self.head = nnx.Linear(4, 2, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            return self.head(self.tower(self.drop(self.body(x))))
-
-    model = Noisy(nnx.Rngs(0))
-    ahead = sg.precompute(fun, model, X, wrt='head/**')
-    text = 'tower is computed at each step: drop/rngs/count, which the function writes'
-    assert text in str(ahead)
-    model.drop.eval()
-    still = sg.precompute(fun, model, X, wrt='head/**')
-    assert 'at each step' not in str(still)
-    assert [k.shape for k in still.kept] == [(6, 4)]
-
-
 def test_another_variable_in_the_place_of_one():
     """It is written as well: the mean goes on from step to step."""
 

@@ -37,7 +37,6 @@ from tests.helpers.described.uses import (
     check,
     eager,
     initialization_is_that_without_blocks,
-    integers,
     staged,
 )
 from tests.helpers.left_over import assert_nothing_is_left
@@ -89,12 +88,6 @@ def test_the_union_of_nested_blocks_stops():
                 assert frozen() == 'ab'
             assert frozen() == 'a'
         assert frozen() == ''
-
-
-# Whose paths a block speaks of.
-
-
-# Ways out of a block.
 
 
 # Generators: a block may be held open by code that is not running.
@@ -787,42 +780,6 @@ def test_values_streams_and_collections_are_those_without_the_block():
         oracle.assert_same(everything(block), plain)
 
 
-def test_a_loss_on_what_a_stopped_part_sows_does_not_train_it():
-    """Hazard 24: and a penalty on the parameters outside of the block does."""
-
-    def body(module, x):
-        with nn.stop_gradient('w'):
-            y = read(module, 'w') * read(module, 'b') * x
-            module.sow('intermediates', 'y', y)
-        return jnp.sum(read(module, 'w') ** 2)
-
-    def loss(params):
-        penalty, written = done(body, params, X, ['intermediates'])
-        return penalty + jnp.sum(written['intermediates']['y'][0])
-
-    gradient = jax.grad(loss)(PARTS)
-    oracle.assert_same(gradient['w'], 2 * PARTS['w'])
-    oracle.assert_same(gradient['b'], PARTS['w'] * X)
-
-
-def test_a_weight_that_is_tied_is_stopped_in_the_use_that_is_in_the_block():
-    """Hazard 23."""
-
-    def body(module, x):
-        embed = nn.Embed(4, 3, name='embed')
-        y = embed(jnp.array([1, 2])) * x[None, :]
-        with nn.stop_gradient('embed/*'):
-            return embed.attend(y), y
-
-    def by_hand(module, x):
-        table = module.variables['params']['embed']['embedding']
-        y = table[jnp.array([1, 2])] * x[None, :]
-        return y @ stop(table).T, y
-
-    table = integers({'embed': {'embedding': jnp.ones((4, 3))}})
-    assert_same_program(body, by_hand, table)
-
-
 # Paths: what a filter is told of a variable.
 
 
@@ -1011,19 +968,6 @@ def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
         ones = jax.tree.map(jnp.zeros_like, out)
         ones[1]['params'] = {'kid': PARTS}
         oracle.assert_same(pull_back(ones)[0], PARTS)
-
-
-def test_a_long_block_frees_the_trees_it_has_seen():
-    refs = []
-    with nn.stop_gradient('kernel'):
-        for i in range(3):
-            params = jax.tree.map(lambda p, i=i: p + i, OF_DENSE)
-            refs.append(weakref.ref(params['kernel']))
-            jax.grad(lambda p: jnp.sum(dense(p)))(params)
-            del params
-        gc.collect()
-        assert [ref() for ref in refs] == [None] * 3
-        assert list(blocks.thread.blocks[0].roots) == []
 
 
 @pytest.mark.usefixtures('leaks')

@@ -934,26 +934,6 @@ def test_a_helper_in_a_body_reads_what_a_block_brings(lift):
     assert run() == 1.0
 
 
-def test_two_open_blocks_with_functions_of_the_same_code():
-    """Both are open before one of them is asked: neither finds the other's trace."""
-
-    def of(name):
-        return nn.stop_gradient(lambda path: path.name == name)
-
-    def stopped():
-        grads = loss(PARAMS)['dense']
-        return [name for name, grad in grads.items() if oracle.is_zero(grad)]
-
-    loss = jax.jit(jax.grad(summed))
-    with ThreadPoolExecutor(1) as pool, of('kernel'):
-        theirs = of('bias')
-        pool.submit(theirs.__enter__).result()
-        mine = stopped()
-        assert pool.submit(stopped).result() == ['bias']
-        assert stopped() == mine == ['kernel']
-        pool.submit(theirs.__exit__, None, None, None).result()
-
-
 def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
     class HasW(fnn.Module):
         def __call__(self):
@@ -976,34 +956,6 @@ def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
             return fn(x)
 
     assert jax.value_and_grad(loss)(3.0) == (15.0, 5.0)
-
-
-@pytest.mark.parametrize('names', [('stop', 'scale'), ('scale', 'stop')])
-def test_two_threads_with_one_filter_and_two_rules_have_two_numbers(names):
-    """Both blocks are open before either has read anything."""
-    forget_contexts()
-    blocks = {
-        'stop': nn.stop_gradient('dense/kernel'),
-        'scale': nn.scale_gradient('dense/kernel', 2.0),
-    }
-    fn = jax.jit(jax.grad(summed))
-    is_open, goes_on = threading.Event(), threading.Event()
-
-    def other() -> Any:
-        with blocks[names[0]]:
-            is_open.set()
-            assert goes_on.wait(60)
-            return fn(PARAMS)
-
-    with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(other)
-        assert is_open.wait(60)
-        with blocks[names[1]]:
-            goes_on.set()
-            found = dict(zip(names, (theirs.result(), fn(PARAMS)), strict=True))
-    plain = jax.grad(summed)(PARAMS)['dense']['kernel']
-    for name, factor in (('stop', 0), ('scale', 2)):
-        assert jnp.allclose(found[name]['dense']['kernel'], factor * plain)
 
 
 def test_a_late_rule_keeps_the_rule_of_its_block():
@@ -1062,23 +1014,6 @@ def test_a_rule_in_the_body_of_a_scan_reads_what_the_body_was_handed():
     for _ in range(2):
         grad = jax.grad(lambda x: Model().apply(variables, x))(jnp.float32(1.0))
         assert grad == 2.0**6
-
-
-def test_a_thread_opens_a_block_while_another_has_none():
-    def frozen():
-        with nn.stop_gradient('dense/**'):
-            entered.set()
-            assert leave.wait(30)
-            return jax.grad(summed)(PARAMS)
-
-    entered, leave = threading.Event(), threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(frozen)
-        assert entered.wait(30)
-        mine = jax.grad(summed)(PARAMS)
-        leave.set()
-    assert oracle.is_zero(theirs.result())
-    assert not oracle.is_zero(mine)
 
 
 def test_equal_filters_of_two_modules_share_what_is_traced():

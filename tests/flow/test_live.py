@@ -233,41 +233,6 @@ def test_a_weight_of_a_loss_may_be_zero_for_now(how):
     oracle.assert_same(grads, jax.grad(loss)(params, 0.5))
 
 
-def in_steps(params: Any, grad: Any, tx: Any) -> Any:
-    """Four jitted steps of an optimizer on a loss of the parameters and the step."""
-
-    @jax.jit
-    def step(params: Any, state: Any, n: Any) -> Any:
-        updates, state = tx.update(grad(params, n), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    for n in range(4):
-        params, state = step(params, state, n)
-    return params
-
-
-STEPS: dict[str, Any] = {
-    'a weight': lambda p, n: jnp.sum(p['a'] ** 2) + n * jnp.sum(p['b'] ** 2),
-    'a condition': lambda p, n: jnp.sum(
-        p['a'] ** 2 * jnp.where(n < 2, lax.stop_gradient(p['b']), p['b'])
-    ),
-    'a ramp': lambda p, n: jnp.sum(p['a'] + jnp.minimum(1.0, n / 2) * p['b'] ** 2),
-}
-
-
-@pytest.mark.filterwarnings('ignore:sg.freeze')  # By hand, what is held decays, too.
-@pytest.mark.parametrize('name', STEPS)
-def test_a_step_that_is_an_int_is_another_one_later(name):
-    """JAX traces the 0 of the first step, too."""
-    loss, params = STEPS[name], {'a': jnp.ones(2), 'b': jnp.ones(2)}
-    live = sg.live(loss, params, 0)
-    assert live == sg.live(loss, params, jnp.array(0))
-    tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
-    found = in_steps(params, sg.grad(loss, wrt=live), sg.freeze(tx, ~live))
-    oracle.assert_same(found, in_steps(params, jax.grad(loss), tx))
-
-
 def test_the_step_of_a_state_is_an_int_too():
     """``TrainState.create`` begins with the int 0, beside the parameters."""
 
@@ -315,6 +280,8 @@ def test_a_number_that_a_function_asks_for_is_named(name):
     in_a_batch = lambda p, batch: loss(p, batch['n'], 0.0)  # noqa: E731
     with pytest.warns(UserWarning, match='close over it, and leave it out of batch'):
         sg.live(in_a_batch, params, {'n': 1})
+    with pytest.warns(UserWarning, match='holds for step=1 alone'):
+        assert sg.live(loss, params, np.int32(1), 0.0) == live
     # Nothing is said of what is bound, of flags, and where everything is trained.
     assert sg.live(lambda p, w: loss(p, 1, w), params, 0.0) == live
     sg.live(lambda p, n: jnp.sum(p['a'] + jnp.zeros(n)), {'a': jnp.ones(2)}, 2)
@@ -355,15 +322,6 @@ def test_a_number_that_is_another_one_as_a_tracer_counts_as_it_is(fn):
     assert not right['layer_0'].any() and not right['layer_2'].any()
     oracle.assert_same(grads['layer_1'], right['layer_1'])
     assert sg.gradient_flow(fn, LAYERS, 1).why('output', 'layer_1').lines
-
-
-def test_a_scalar_of_numpy_is_a_number():
-    def loss(params, step):
-        return jnp.sum(params['a'] if step >= 2 else params['b'])
-
-    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
-    with pytest.warns(UserWarning, match='holds for step=0 alone'):
-        assert repr(sg.live(loss, params, np.int32(0))) == "<live: 'b'>"
 
 
 def test_a_number_has_the_name_of_its_argument():
@@ -443,22 +401,3 @@ def test_a_mask_of_bools_that_a_loss_closes_over_stops_what_it_says():
     mask = sg.mask(params, frozen=~live)
     assert (mask['b'], mask['c']) == (True, False)
     assert mask['a'].tolist() == [False, True]
-
-
-def test_rows_that_are_taken_apart_or_stacked_are_told_apart():
-    """Newer JAX has an operation for each of the two."""
-
-    def attention(params):
-        q, k, v = params['table']
-        return jnp.sum(q * lax.stop_gradient(k) * v)
-
-    live = sg.live(attention, {'table': jnp.ones((3, 2))})
-    mask = sg.mask({'table': jnp.ones((3, 2))}, trained=live)
-    assert mask['table'][:, 0].tolist() == [True, False, True]
-
-    def one_of(params):
-        return jnp.sum(jnp.stack([params['first'], params['second']])[0])
-
-    params = {'first': jnp.ones(2), 'second': jnp.ones(2)}
-    assert repr(sg.live(one_of, params)) == "<live: 'first'>"
-    sg.testing.assert_trains_only(one_of, 'first', params)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
 from jax import lax
 
 import flax_sg as sg
@@ -154,43 +153,6 @@ def test_what_is_stopped_stays_to_the_last_bit(name, transform):
             wrong()
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return nn.tanh(nn.Dense(3)(x)), None
-
-
-def stack(frozen: Any) -> linen.Module:
-    return nn.scan(Layer, length=8, frozen_layers=frozen, **oracle.STACKED)()
-
-
-@pytest.mark.usefixtures('standard_promotion')
-@pytest.mark.parametrize(
-    ('frozen', 'transform'),
-    in_turn([slice(0, 3), [0, 2, 4, 6], -1, [True] * 3 + [False] * 5], TRANSFORMS),
-)
-def test_frozen_layers_of_a_scan(frozen, transform):
-    model, x = stack(frozen), jnp.ones(3)
-    params = oracle.init(stack(None), jax.random.key(0), x, None)['params']
-
-    def loss(params):
-        return jnp.sum(model.apply({'params': params}, x, None)[0])
-
-    stopped = np.zeros(8, bool)
-    stopped[frozen] = True
-    new = trained(loss, params, TRANSFORMS[transform]())
-    for old, leaf in zip(jax.tree.leaves(params), jax.tree.leaves(new), strict=True):
-        same = np.asarray(old == leaf).reshape(8, -1)
-        assert same.all(1).tolist() == same.any(1).tolist() == stopped.tolist()
-    state = sg.freeze(TRANSFORMS[transform](), ~sg.live(loss, params)).init(params)
-    sizes = {len(leaf) for leaf in jax.tree.leaves(state) if leaf.ndim}
-    assert sizes == {np.sum(~stopped)}
-    table = sg.tabulate(model, x, None)
-    live = int((~stopped).sum()) * 12
-    assert table.splitlines()[-1].startswith(f'Trainable: {live} ({live * 4} B)')
-    assert table.splitlines()[2].split()[-1] == 'partly'
-
-
 def test_a_part_that_is_asked_about():
     params = {'a': jnp.arange(1.0, 5.0), 'b': jnp.arange(2.0, 6.0)}
     loss = lambda p: (p['a'] * p['b']).sum()  # noqa: E731
@@ -325,45 +287,6 @@ def test_a_branch_for_each_row_is_reported_as_one_for_all(branch, way):
         return FOR_EACH_ROW[way](lambda row: fn(p, row))
 
     assert str(sg.gradient_flow(for_each, params)) == str(for_all)
-
-
-@pytest.mark.usefixtures('standard_promotion')
-@pytest.mark.parametrize(
-    ('stopped', 'rest', 'trained'),
-    [
-        (
-            lambda w: jnp.split(w, 3, axis=1)[0],
-            lambda w: jnp.split(w, 3, axis=1)[1:],
-            np.s_[:, 2:],
-        ),
-        (
-            lambda w: w.reshape(2, 3, 2)[:, 0],
-            lambda w: w.reshape(2, 3, 2)[:, 1:],
-            np.s_[:, 2:],
-        ),
-        (  # As ``w[:, ::2]`` is, but for old releases of JAX.
-            lambda w: lax.slice(w, (0, 0), w.shape, (1, 2)),
-            lambda w: lax.slice(w, (0, 1), w.shape, (1, 2)),
-            np.s_[:, 1::2],
-        ),
-        (lambda w: w[::-1][:1], lambda w: w[::-1][1:], np.s_[:1]),
-    ],
-    ids=['split', 'reshape', 'steps', 'reversed'],
-)
-def test_a_part_is_followed_through_what_moves_it(stopped, rest, trained):
-    """Queries, keys and values in one array, of which one is stopped."""
-
-    def loss(params):
-        part = jax.lax.stop_gradient(stopped(params['w']))
-        others = jax.tree.leaves(rest(params['w']))
-        return jnp.sum(jnp.tanh(part)) * sum(jnp.sum(other**2) for other in others)
-
-    params = {'w': 1.0 + jnp.arange(12.0).reshape(2, 6)}
-    testing.assert_trains_only(loss, sg.at('w', trained), params)
-    tx = sg.freeze(optax.adamw(0.1, weight_decay=0.5), ~sg.live(loss, params))
-    grads = jax.grad(loss)(params)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    np.testing.assert_array_equal(updates['w'] == 0.0, grads['w'] == 0.0)
 
 
 # By name: what is read of a table of six rows, beside a use of it that is stopped.

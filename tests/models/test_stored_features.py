@@ -112,72 +112,6 @@ def test_nothing_is_lost_where_nothing_can_be_stored():
     )
 
 
-def test_several_heads_by_vmap():
-    """One ``kept`` serves heads of several seeds."""
-    case = stored.encoder(stored.SMALL)
-    ahead, kept, features = both(case)
-    heads = jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x]), case.params['head'])
-    axes = {'head': 0, 'encoder': None}
-    assert case.late is not None
-
-    def step(late: Callable[..., Any]) -> Callable[..., Any]:
-        def total(heads: Any, others: Any, kept: Any) -> Any:
-            params = {**others, 'head': heads}
-            return jnp.sum(jax.vmap(late, (axes, None))(params, kept))
-
-        return jax.value_and_grad(total)
-
-    absent = {'encoder': sg.ABSENT}
-    assert_by_hand(
-        step(ahead.late),
-        (heads, absent, kept),
-        step(case.late),
-        (heads, absent, features),
-    )
-
-
-class Probe(nnx.Module):
-    """A head on a backbone with batch normalization and dropout."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        norm, noise = nnx.BatchNorm(6, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-        layers = nnx.Linear(4, 6, rngs=rngs), norm, nnx.relu, noise
-        self.backbone = nnx.Sequential(*layers, nnx.Linear(6, 5, rngs=rngs))
-        self.head = nnx.Linear(5, 2, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(jax.lax.stop_gradient(self.backbone(x)))
-
-
-def test_a_model_of_nnx():
-    """A backbone in evaluation mode; by hand, its outputs are stored."""
-    model, x = Probe(nnx.Rngs(0)), jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
-    model.backbone.eval()
-
-    def loss(model: Probe, x: jax.Array) -> jax.Array:
-        return jnp.mean(model(x) ** 2)
-
-    live = sg.live(loss, model, x)
-    ahead = sg.precompute(loss, model, x, wrt=live)
-    kept, features = ahead.early(model, x), model.backbone(x)
-    assert size(kept) == size(features)
-    assert products(lambda x: ahead.early(model, x), x) == products(model.backbone, x)
-    graph, own, others = nnx.split(model, nnx.PathContains('head'), ...)
-
-    def ours(own: Any, kept: Any) -> Any:
-        model = nnx.merge(graph, own, others)
-        return sg.value_and_grad(ahead.late, wrt=live)(model, kept)
-
-    def hand(own: Any, features: Any) -> Any:
-        def loss(own: Any) -> jax.Array:
-            head = nnx.merge(graph, own, others).head
-            return jnp.mean(head(features) ** 2)
-
-        return jax.value_and_grad(loss)(own)
-
-    assert_by_hand(ours, (own, kept), hand, (own, features))
-
-
 def assert_no_more_flops(ours: Any, hand: Any) -> None:
     """Each is a function with its arguments."""
     # jax 0.7.2 folds a constant less.
@@ -326,27 +260,6 @@ def test_pairs_of_answers() -> None:
         assert_same((value, grads), step_by_hand(*hand[1:]))
         assert_no_more_flops(ours, hand)
         params = descend(params, grads, wrt)
-
-
-def test_class_features_of_one_example() -> None:
-    """What reads no example is kept once, by ``axes``, and not for each."""
-    case = situations.clip_adapter()
-
-    def of_one(params: Any, x: Any, label: Any) -> Any:
-        return case.loss(params, x[None], label[None])
-
-    one = sg.precompute(
-        of_one, case.params, case.data[0][0], case.data[1][0], wrt='adapter'
-    )
-    assert sorted(map(str, one.axes)) == ['0', '0', 'None']
-    kept = jax.vmap(one.early, (None, 0, 0), one.axes)(case.params, *case.data)
-    assert size(kept) == size(case.early(case.params, *case.data))
-
-    def late(params: Any, kept: Any) -> Any:
-        return jnp.mean(jax.vmap(one.late, (None, one.axes))(params, kept))
-
-    hand = three_steps(case.late, case, case.early(case.params, *case.data))
-    assert_same(three_steps(late, case, kept), hand)
 
 
 @pytest.mark.skipif(not hasattr(nnx.Variable, 'get_value'), reason='flax_sg.nnx')

@@ -298,13 +298,3 @@ def test_a_view_is_forgotten():
     number, view = id(view), None
     gc.collect()
     assert kept() is None and number not in VIEWS.known
-
-
-def test_same_program_as_by_hand():
-    graph, params, rest = nnx.split(Net(dropout=0.0), nnx.Param, ...)
-
-    def grad(view):
-        return jax.grad(lambda p, r: total(view(nnx.merge(graph, p, r))))
-
-    ours = grad(lambda model: nnx.stop_gradient(model, 'body/**'))
-    testing.assert_same_program(ours, grad(by_hand.stopped), params, rest)

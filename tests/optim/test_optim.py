@@ -525,21 +525,13 @@ def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit(
     def update(updates, state, params=None):
         raise ValueError('of its own')
 
-    tx = sg.freeze(optax.GradientTransformation(lambda p: {'m': p}, update), 'body')
-    params = {'body': 1.0, 'head': 2.0}
-    state = tx.init(params)
-    with pytest.raises(ValueError, match=r'^of its own$'):
-        tx.update(params, state, params)
+    # The first asks for values.
+    asking = lambda p: [float(x) for x in jax.tree.leaves(p)]  # noqa: E731
+    params = {'body': 1.0, 'head': jnp.ones(())}
+    for init in asking, lambda p: {'m': p}:
+        tx = sg.freeze(optax.GradientTransformation(init, update), 'body')
+        state = tx.init(params)
+        with pytest.raises(ValueError, match=r'^of its own$'):
+            tx.update(params, state, params)
     with pytest.raises(errors.StructureError, match='does not belong'):
         tx.update(params, frozen_dict(state), params)
-
-
-def test_an_optimizer_that_asks_for_values_raises_its_own_error():
-    def update(updates, state, params=None):
-        raise ValueError('of its own')
-
-    sizes = lambda p: [float(x) for x in jax.tree.leaves(p)]  # noqa: E731
-    tx = sg.freeze(optax.GradientTransformation(sizes, update), 'body')
-    params = {'body': 1.0, 'head': jnp.ones(())}
-    with pytest.raises(ValueError, match=r'^of its own$'):
-        tx.update(params, tx.init(params), params)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,6 @@ from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.forms import blocks
 from tests.helpers import backward, extents, oracle, stepwise
-from tests.helpers.turns import in_turn
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -561,52 +558,3 @@ def test_collections_and_boxes_in_a_tree():
         assert all(
             out[name] is leaf for name, leaf in others.items() if name != 'fixed'
         )
-
-
-AROUND_ALL = [lambda f: f, jax.jit, jax.checkpoint]
-# Rules that take a number, and what they do to a cotangent.
-OF_A_NUMBER: dict[str, tuple[Any, Any]] = {
-    'scale': (
-        lambda number: nn.scale_gradient('**', number),
-        lambda ct, number: ct * number,
-    ),
-    'map': (
-        lambda number: nn.map_cotangent('**', lambda path, ct, n: ct * ct * n, number),
-        lambda ct, number: ct * ct * number,
-    ),
-    'clip': (
-        lambda number: nn.clip_gradient('**', value=number),
-        lambda ct, number: jnp.clip(ct, -number, number),
-    ),
-}
-
-
-@pytest.mark.parametrize(('name', 'around'), in_turn(OF_A_NUMBER, AROUND_ALL))
-def test_a_number_of_each_example_where_all_are_differentiated_at_once(name, around):
-    rule, hand = OF_A_NUMBER[name]
-    numbers = jnp.array([[0.25, 0.5, 0.125], [2.0, 1.0, 0.75]])
-
-    def one(block: Any, w: Any, number: Any) -> Any:
-        with block(number):
-            return jnp.sum(jnp.tanh(number * Scale().apply({'params': {'w': w}})) ** 2)
-
-    def batches(block: Any) -> Any:
-        each = jax.vmap(jax.vmap(functools.partial(one, block), (None, 0)), (None, 0))
-        scanned = lambda w: jax.lax.scan(  # noqa: E731
-            lambda total, row: (total + jnp.sum(each(w, row)), None), 0.0, numbers[None]
-        )[0]
-        return jax.grad(around(scanned))
-
-    def by_hand(w: Any) -> Any:
-        plain = lambda number: contextlib.nullcontext()  # noqa: E731
-        grads = [(jax.grad(one, 1)(plain, w, n), n) for n in numbers.ravel()]
-        return functools.reduce(operator.add, [hand(ct, n) for ct, n in grads])
-
-    w = jnp.array([0.75])
-    # The rules and what is around take turns with the derivative of the gradient.
-    again = (jax.jacrev, jax.jacfwd)[[*OF_A_NUMBER].index(name) % 2]
-    for ours, expected in (
-        (jax.jit(batches(rule)), by_hand),
-        (again(batches(rule)), again(by_hand)),
-    ):
-        np.testing.assert_allclose(ours(w), expected(w), rtol=1e-5)
