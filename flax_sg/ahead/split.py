@@ -34,7 +34,7 @@ class Split(NamedTuple):
         steps: all steps.
         changing: the values that change from step to step.
         once: the values that do not change and that late cannot make of parameters.
-        data: the values that depend on the data of a batch, and do not change.
+        data: the values that depend on the data of a batch.
     """
 
     early: list[Step]

@@ -32,7 +32,7 @@ class Walk(Program):
         batch: with ``examples=True`` where the examples are in each value.
         constants: the values that are constants of the program.
         changing: the values that change from step to step.
-        data: the values that depend on the data of a batch, and do not change.
+        data: the values that depend on the data of a batch.
         runs: the values that are joined of others, along the first axis.
     """
 
@@ -92,7 +92,6 @@ class Walk(Program):
             self.changing.update(self.batch.mixed_in(step))
         if not self.data.isdisjoint(read):
             self.data.update(step.outs)
-            self.data -= self.changing
 
     def add(self, eqn: JaxprEqn, read: Sequence[Value], site: Site) -> Sequence[Value]:
         """Adds an equation, or the parts that it can be taken apart into."""
