@@ -9,8 +9,9 @@ import jax
 
 
 def compiled(fn: Callable[..., Any], *args: Any) -> Any:
-    """The compiled program of a function."""
-    return jax.jit(fn).lower(*args).compile()
+    """The compiled program of a function, which ``jax.pmap`` may have mapped."""
+    mapped = fn if hasattr(fn, 'lower') else jax.jit(fn)
+    return mapped.lower(*args).compile()
 
 
 def flops(fn: Callable[..., Any], *args: Any) -> float:

@@ -299,8 +299,6 @@ def test_alignment_in_nnx() -> None:
             nnx.update(model, moved)
 
 
-# To count flops, the mapped function is jitted; jax 0.7.2 warns of that.
-@pytest.mark.filterwarnings('ignore:The function jit.* includes a pmap')
 @pytest.mark.parametrize('kind', ('shard_map', 'pmap', 'vmap'))
 def test_collectives(kind: str) -> None:
     """Text-to-image on devices: the loss is split in the functions that are mapped."""
