@@ -48,11 +48,6 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Mode
         UnusedFilterError: if ``kind`` or a part of the filter matches nothing.
     """
     call = f'nnx.{name or rewrite.rule.name}'
-    if rewrite.collections != 'params':
-        raise TypeError(
-            f'{call} has no collections=, which is for linen.\n'
-            'For Variables of another type write kind=nnx.BatchStat.'
-        )
     asked = ask(call, walk, rewrite.where, kind, rewrite.unused)
     chosen = [each for each in asked if each.is_meant]
     for leaf, (path, *_), _ in chosen:

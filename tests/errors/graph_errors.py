@@ -148,9 +148,6 @@ CASES: dict[str, Any] = {
         SEVERAL, sg.arrays(lambda a: a.ndim > 1)
     ),
     'a hijax Variable': lambda: nnx.stop_gradient(hijax(), 'w'),
-    'a collection of linen': lambda: nnx.stop_gradient(
-        model, 'kernel', collections='batch_stats'
-    ),
     'a name in place of values': lambda: nnx.substitute(model, NAME),
     'a tree without values': lambda: nnx.substitute(model, {'layer': {}}),
     'a filter of another model': lambda: nnx.state([model], nnx.where(model, 'kernel')),
