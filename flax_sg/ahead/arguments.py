@@ -151,6 +151,10 @@ class Argument(NamedTuple):
             if number in self.runs:
                 arrays = [leaf[run.start : run.stop] for run in self.runs[number]]
             for slot, array in zip(self.slots[number], arrays, strict=True):
+                if type(array) is int and jnp.issubdtype(
+                    avals[slot].dtype, jnp.inexact
+                ):
+                    array = float(array)  # min(1, step / k)
                 check(self.at(number), array, avals[slot])
                 is_array = hasattr(array, 'dtype')
                 yield slot, array if is_array else jnp.asarray(array, avals[slot].dtype)
@@ -265,9 +269,10 @@ def check(where: str, array: Array, aval: Aval) -> None:
     """
     type_ = jax.typeof(array)
     if (type_.shape, type_.dtype) != (aval.shape, aval.dtype):
+        again = 'a float: 0.0 in place of 0' if is_number(array) else 'the new shapes'
         raise errors.ArgumentTypeError(
             f'{where} is {type_.str_short()}, and was traced as {aval.str_short()}.\n'
-            'Call sg.precompute again with the new shapes.'
+            f'Call sg.precompute again with {again}.'
         )
     if jaxprs.varying_axes(type_) != jaxprs.varying_axes(aval):
         raise errors.ArgumentTypeError(

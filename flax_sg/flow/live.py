@@ -185,7 +185,11 @@ def _nothing(report: GradientFlow) -> str:
     lines = [f'sg.live: the function trains none of {listed(report.names)}.']
     if used:
         why = report.why(*used[0])
-        by = f'stopped by {why.by}' if why.by else 'an integer, or its output is one'
+        by = (
+            f'stopped by {why.by}'
+            if why.by
+            else 'an integer or a factor of zeros, or its output is an integer'
+        )
         lines.append(f'{why.parameter!r} is {by}.')
     else:
         lines.append('No output uses them.')

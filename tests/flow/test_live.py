@@ -199,7 +199,7 @@ NOTHING: dict[str, tuple[Any, Any, str]] = {
     'integers': (
         lambda p: jnp.sum(p['n']),
         {'n': jnp.arange(3)},
-        "'n' is an integer, or its output is one.",
+        "'n' is an integer or a factor of zeros, or its output is an integer.",
     ),
     'two arguments': (
         lambda p, q: lax.stop_gradient(q['head']['w']),
