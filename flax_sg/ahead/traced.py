@@ -26,7 +26,9 @@ from flax_sg.ahead.arguments import (
 from flax_sg.ahead.numbers import agrees
 from flax_sg.ahead.writes import Watch, Write, changed_by
 from flax_sg.filters.paths import Path
-from flax_sg.internals.types import Array, Aval, Kwargs, TreeDef
+from flax_sg.flow.traced import with_numbers
+from flax_sg.internals import partial
+from flax_sg.internals.types import Array, Aval, Kwargs, Scalar, TreeDef
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import Declared, chosen
 
@@ -80,6 +82,16 @@ class Traced(NamedTuple):
         }
 
 
+class _Form(NamedTuple):
+    """A trace, before it is known what changes: see ``Traced``."""
+
+    program: ClosedJaxpr
+    arguments: dict[Name, Argument]
+    treedef: TreeDef
+    outputs: list[str]
+    writes: list[Write]
+
+
 def traced(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -101,12 +113,9 @@ def traced(
     runs: dict[Name, dict[int, list[Run]]] = {
         name: _runs_in(tree, trained[name]) for name, tree in own.items()
     }
-    form: list[Any] = []
 
-    def trace(
-        constants: Collection[_Place],
-    ) -> tuple[ClosedJaxpr, dict[Name, Argument]]:
-        inputs: list[Array] = []
+    def trace(constants: Collection[_Place]) -> _Form:
+        inputs, form = list[Array](), list[Any]()
         arguments = {
             name: Argument.of(
                 *(name, words.get(name, ''), tree, inputs),
@@ -128,7 +137,7 @@ def traced(
             return [leaf for _, leaf in pairs] + [x for _, new in written for x in new]
 
         try:
-            return jax.make_jaxpr(of_arrays)(inputs), arguments
+            return _Form(jax.make_jaxpr(of_arrays)(inputs), arguments, *form)
         except NameError as error:
             raise _unbound(error) from error
 
@@ -140,8 +149,8 @@ def traced(
     ]
     # The rows of examples hold no number.
     values = {at: trees[at[0]].values[at[1]] for at in numbers}
-    program, arguments = trace(numbers) if examples else _with_numbers(trace, values)
-    treedef, outputs, writes = form
+    form = trace(numbers) if examples else _of_numbers(trace, values)
+    program, arguments, treedef, outputs, writes = form
     changed = changed_by(program, writes, len(outputs))
     lost = [write.name for write, _ in changed if write.name not in (*own, *changing)]
     changed = [row for row in changed if row[0].name not in lost]
@@ -155,7 +164,11 @@ def traced(
             new.update(itertools.compress(slots, are_new))
     new.update(slot for write, _ in changed for slot in write.slots)
     return Traced(
-        program.replace(jaxpr=jaxpr.replace(outvars=[jaxpr.outvars[n] for n in asked])),
+        partial.without_dead(
+            program.replace(
+                jaxpr=jaxpr.replace(outvars=[jaxpr.outvars[n] for n in asked])
+            )
+        ),
         *(arguments, {n: tree.paths for n, tree in own.items()}),
         *(isinstance(argnums, Sequence), changing),
         [n in new for n in range(len(jaxpr.invars))],
@@ -164,34 +177,27 @@ def traced(
     )
 
 
-def _with_numbers(
-    trace: Callable[[Collection[_Place]], Any], numbers: Mapping[_Place, Any]
-) -> Any:
+def _of_numbers(
+    trace: Callable[[Collection[_Place]], _Form], numbers: Mapping[_Place, Scalar]
+) -> _Form:
     """A trace in which numbers are inputs, but for those whose values are asked for.
 
     So are those for which the function does something else than for a traced number.
     """
-    if not numbers:
-        return trace(())
-    fixed, _ = trace(numbers)
+    fixed = trace(numbers)
 
-    def agreed(constants: Collection[_Place]) -> Any:
-        with contextlib.suppress(Exception):
-            program, arguments = trace(constants)
-            slots = {
-                arguments[name].slots[n][0]: number
-                for (name, n), number in numbers.items()
-                if (name, n) not in constants
-            }
-            return (program, arguments) if agrees(program, fixed, slots) else None
+    def of(inputs: Collection[_Place]) -> _Form:
+        if not inputs:
+            return trace(numbers)
+        form = trace([x for x in numbers if x not in inputs])
+        slots = {
+            form.arguments[name].slots[n][0]: numbers[name, n] for name, n in inputs
+        }
+        if not agrees(form.program, fixed.program, slots):
+            raise ValueError('For a traced number it does something else.')
+        return form
 
-    if as_inputs := agreed(()):
-        return as_inputs
-    constants = [*numbers]
-    for number in numbers:
-        fewer = [x for x in constants if x != number]
-        constants = fewer if agreed(fewer) else constants
-    return trace(constants)
+    return with_numbers([*numbers], of) if numbers else fixed
 
 
 def _unbound(error: NameError) -> Exception:

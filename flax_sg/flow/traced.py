@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -120,21 +119,44 @@ def _program(
 ) -> ClosedJaxpr:
     """The program; numbers whose values the function asks for are constants in it."""
     every = arguments.inputs
-    if arguments.numbers and is_fixed:
-        arguments.inputs = {k: every[k] for k in every if k not in arguments.numbers}
-    elif arguments.numbers:
-        with contextlib.suppress(Exception):
-            return trace(every)
-        kept = [key for key in every if key not in arguments.numbers]
-        for number in arguments.numbers:
-            arguments.inputs = {
-                key: every[key] for key in every if key in {*kept, number}
-            }
-            with contextlib.suppress(Exception):
-                trace(arguments.inputs)
-                kept.append(number)
-        arguments.inputs = {key: every[key] for key in every if key in kept}
-    return trace(arguments.inputs)
+
+    def of(numbers: Collection[_Key]) -> tuple[ClosedJaxpr, dict[_Key, Any]]:
+        constants = arguments.numbers.keys() - {*numbers}
+        inputs = {key: every[key] for key in every if key not in constants}
+        return trace(inputs), inputs
+
+    numbers = () if is_fixed else [*arguments.numbers]
+    program, arguments.inputs = with_numbers(numbers, of)
+    return program
+
+
+_K = TypeVar('_K')
+_T = TypeVar('_T')
+
+
+def with_numbers(numbers: Sequence[_K], trace: Callable[[Collection[_K]], _T]) -> _T:
+    """A trace in which numbers are inputs, but for those whose values are asked for.
+
+    Args:
+        numbers: the numbers.
+        trace: traces a function, of which some of them are inputs and the others are
+            constants. It raises if it asks for the value of an input.
+    """
+    inputs, last = list[_K](), list[_T]()
+
+    def take(group: Sequence[_K]) -> None:
+        try:
+            last[:] = [trace([*inputs, *group])]
+        except Exception:  # Whatever a function raises that asks.
+            if half := len(group) // 2:
+                take(group[:half])
+                take(group[half:])
+        else:
+            inputs.extend(group)
+
+    if numbers:
+        take(numbers)
+    return last[0] if last else trace(())
 
 
 # A number of Python may be another one at the next step. A bool is a flag.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax._src.interpreters import partial_eval
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from flax_sg.internals import versions
 from flax_sg.internals.jaxprs import CHECKPOINTS, CUSTOM_CALLS, opened, within
@@ -109,6 +109,14 @@ def halves_of(
         [n for n, used in zip(places.values(), late_reads, strict=True) if used],
         [is_new_of.get(var) for var in eqn.outvars],
     )
+
+
+def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A program without what no output needs, but with all of its inputs."""
+    _check()
+    every = [True] * len(program.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, every, instantiate=True)
+    return program.replace(jaxpr=jaxpr)
 
 
 def _program_of(eqn: JaxprEqn, invars: Sequence[Atom], outvars: Sequence[Var]) -> Jaxpr:

@@ -37,6 +37,35 @@ def counted(x: Any) -> Any:
     )[1]
 
 
+def test_what_nobody_reads_mixes_no_examples():
+    """A metric of each layer, in a stack of which some are frozen."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            x = jnp.tanh(nn.Dense(6)(x))
+            return x, x.mean()
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}}
+            scan = nn.scan(Block, **axes, length=3, frozen_layers=slice(2))
+            return nn.Dense(2, name='head')(scan(name='layers')(x, None)[0])
+
+    params = oracle.init(Net(), KEY, X)['params']
+
+    def loss(params, x):
+        return jnp.mean(Net().apply({'params': params}, x) ** 2)
+
+    live = sg.live(loss, params, X)
+    ahead = sg.precompute(loss, params, X, wrt=live, examples=True)
+    rows = [x[ROWS] for x in ahead.early(params, X)]
+    value, grads = sg.value_and_grad(ahead.late, wrt=live)(params, rows)
+    assert_same((value, grads), sg.value_and_grad(loss, wrt=live)(params, X[ROWS]))
+    assert [x.shape for x in rows] == [X.shape]
+
+
 # Programs that keep examples apart.
 APART: dict[str, Any] = {
     'a loop over time': time_scan,

@@ -322,7 +322,7 @@ def test_numbers_of_python_are_data() -> None:
     # An int is a float, as in min(1, step / k); a float is no int.
     kept = ahead.early(PARAMS, X, 1, 0, bias=0)
     assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 1.0, 0, bias=0.0))
-    with pytest.raises(sg.errors.ArgumentTypeError, match='int32.*\n.*with a float'):
+    with pytest.raises(sg.errors.ArgumentTypeError, match=r'int32.*\n.*with a float'):
         ahead.early(PARAMS, X, 0.0, 0.5, bias=0.0)
 
 

@@ -287,6 +287,20 @@ def test_a_number_that_a_function_asks_for_is_named(name):
     sg.live(lambda p, n: jnp.sum(p['a'] + jnp.zeros(n)), {'a': jnp.ones(2)}, 2)
 
 
+def test_of_many_numbers_few_traces_find_the_one_that_is_asked_for():
+    traces: list[int] = []
+
+    def loss(params, labels):
+        traces.append(1)
+        weight = 2.0 if labels[100] > 3 else 0.0
+        return jnp.sum(labels[17] * params['a'] + weight * params['b'])
+
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    with pytest.warns(UserWarning, match='holds for labels/100=0 alone'):
+        sg.live(loss, params, [0] * 256)
+    assert len(traces) < 30
+
+
 LAYERS = {**{f'layer_{n}': jnp.eye(3) for n in range(3)}, 'head': jnp.ones(3)}
 
 
