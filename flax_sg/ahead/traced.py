@@ -186,18 +186,13 @@ def _of_numbers(
     """
     fixed = trace(numbers)
 
-    def of(inputs: Collection[_Place]) -> _Form:
-        if not inputs:
-            return trace(numbers)
+    def of(inputs: Collection[_Place]) -> _Form | None:
         form = trace([x for x in numbers if x not in inputs])
-        slots = {
-            form.arguments[name].slots[n][0]: numbers[name, n] for name, n in inputs
-        }
-        if not agrees(form.program, fixed.program, slots):
-            raise ValueError('For a traced number it does something else.')
-        return form
+        arguments = form.arguments
+        slots = {arguments[name].slots[n][0]: numbers[name, n] for name, n in inputs}
+        return form if agrees(form.program, fixed.program, slots) else None
 
-    return with_numbers([*numbers], of) if numbers else fixed
+    return with_numbers([*numbers], of) or fixed
 
 
 def _unbound(error: NameError) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -126,7 +127,7 @@ def _program(
         return trace(inputs), inputs
 
     numbers = () if is_fixed else [*arguments.numbers]
-    program, arguments.inputs = with_numbers(numbers, of)
+    program, arguments.inputs = with_numbers(numbers, of) or of(())
     return program
 
 
@@ -134,29 +135,34 @@ _K = TypeVar('_K')
 _T = TypeVar('_T')
 
 
-def with_numbers(numbers: Sequence[_K], trace: Callable[[Collection[_K]], _T]) -> _T:
+def with_numbers(
+    numbers: Sequence[_K], trace: Callable[[Collection[_K]], _T | None]
+) -> _T | None:
     """A trace in which numbers are inputs, but for those whose values are asked for.
 
     Args:
         numbers: the numbers.
         trace: traces a function, of which some of them are inputs and the others are
-            constants. It raises if it asks for the value of an input.
+            constants. It raises, or returns None, if one of them has to be a constant.
+
+    Returns:
+        What ``trace`` has returned; None if all numbers have to be constants.
     """
     inputs, last = list[_K](), list[_T]()
 
     def take(group: Sequence[_K]) -> None:
-        try:
-            last[:] = [trace([*inputs, *group])]
-        except Exception:  # Whatever a function raises that asks.
-            if half := len(group) // 2:
-                take(group[:half])
-                take(group[half:])
-        else:
-            inputs.extend(group)
+        with contextlib.suppress(Exception):  # Whatever a function raises that asks.
+            if (result := trace([*inputs, *group])) is not None:
+                inputs.extend(group)
+                last[:] = [result]
+                return
+        if half := len(group) // 2:
+            take(group[:half])
+            take(group[half:])
 
     if numbers:
         take(numbers)
-    return last[0] if last else trace(())
+    return last[0] if last else None
 
 
 # A number of Python may be another one at the next step. A bool is a flag.
