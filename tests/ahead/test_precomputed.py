@@ -353,6 +353,14 @@ OTHERWISE: dict[str, tuple[Any, Any]] = {
         lambda p, x, n: jax.jit(lambda x: scaled(p, x, 1.0 * isinstance(n, int)))(x),
         3,
     ),
+    'a callback': (
+        lambda p, x, n: scaled(
+            p,
+            jax.pure_callback(lambda x: x * (2 if isinstance(n, int) else 3), X, x),
+            1.0,
+        ),
+        3,
+    ),
     'an axis': (
         lambda p, x, n: jnp.sum(
             (x @ p['body']['w']).sum(0 if isinstance(n, int) else 1)
