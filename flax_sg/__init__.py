@@ -23,6 +23,7 @@ if _typing.TYPE_CHECKING:
     from flax_sg import core, linen, testing
     from flax_sg.ahead import precompute
     from flax_sg.flow import gradient_flow, live
+    from flax_sg.stored import Rows, store
     from flax_sg.summary import paths, tabulate
 else:
     # Imported when they are used. Blocks need hooks on the reads of Flax, so linen and
@@ -31,10 +32,12 @@ else:
         'core': 'flax_sg.core',
         'linen': 'flax_sg.linen',
         'testing': 'flax_sg.testing',
+        'Rows': 'flax_sg.stored',
         'gradient_flow': 'flax_sg.flow',
         'live': 'flax_sg.flow',
         'paths': 'flax_sg.summary',
         'precompute': 'flax_sg.ahead',
+        'store': 'flax_sg.stored',
         'tabulate': 'flax_sg.summary',
     }
 
@@ -57,6 +60,7 @@ __all__ = [
     'DECLARED',
     'NonDifferentiable',
     'Path',
+    'Rows',
     'adopt',
     'arrays',
     'at',
@@ -77,6 +81,7 @@ __all__ = [
     'precompute',
     'rewrite',
     'stop_gradient',
+    'store',
     'substitute',
     'tabulate',
     'testing',

@@ -224,6 +224,29 @@ class PartError(FlaxSGError, IndexError):
     """
 
 
+class StaleRowsError(FlaxSGError, ValueError):
+    """A folder of ``sg.store`` holds other rows than the function makes now.
+
+    Weights, code, data or ``batch_size`` have changed::
+
+        rows = sg.store(early, (x, y), 'features', batch_size=256)
+        # ... the backbone is trained for another epoch ...
+        rows = sg.store(early, (x, y), 'features', batch_size=256)  # raises
+        rows = sg.store(early, (x, y), 'features_2', batch_size=256)
+    """
+
+
+class MissingRowsError(FlaxSGError, FileNotFoundError):
+    """Rows are read that are not in their folder, or not yet.
+
+    ``sg.store`` computes what is missing::
+
+        rows = sg.Rows('features')
+        rows[:]  # raises if a file was deleted, or cut off by a copy
+        rows = sg.store(early, (x, y), 'features', batch_size=256)
+    """
+
+
 class ExpectationError(FlaxSGError, AssertionError):
     """An assertion of :mod:`flax_sg.testing` does not hold.
 

@@ -38,6 +38,7 @@ STACK = [
     'optim',
     'autodiff',
     'flow',
+    'stored',
     'ahead',
     'summary',
     'testing',

@@ -1,0 +1,117 @@
+"""``Rows``: what ``store`` has written, read at random."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import jax
+import numpy as np
+
+from flax_sg import errors
+from flax_sg.internals.types import ArrayIndex, PyTree
+from flax_sg.stored.files import FIXED, About, name_of, read_first, read_records
+
+
+class Rows:
+    """Rows in files, which ``sg.store`` has written: ``rows[indices]``.
+
+    A source for Grain, PyTorch and plain loops. It may be pickled and forked, and
+    several threads may read it.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import flax_sg as sg
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = sg.store(lambda x: {'double': 2 * x}, np.arange(5.0), folder, batch_size=2)
+    >>> rows = sg.Rows(folder)  # in another program, without the function and its data
+    >>> rows
+    <5 rows of float64[]>
+    >>> rows[[3, 0]]
+    {'double': array([6., 0.])}
+
+    Args:
+        folder: the folder that ``sg.store`` was given.
+
+    Raises:
+        MissingRowsError: if it holds no rows.
+    """
+
+    folder: str
+    """The absolute path of the folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = os.path.abspath(folder)
+        about = About.of(self.folder)
+        if about is None:
+            raise errors.MissingRowsError(
+                f'{self.folder} holds no rows.\nsg.store writes them.'
+            )
+        self._about, self._record = about, about.record()
+        self._treedef = about.treedef
+        self._fixed = self._read_fixed()
+
+    def __len__(self) -> int:
+        return self._about.rows
+
+    def __repr__(self) -> str:
+        """The same in each process: Grain compares it when it restores a loader."""
+        own = [str(entry) for entry in self._about.entries if entry.axis == 0]
+        return f'<{len(self)} rows of {", ".join(own)}>'
+
+    def __reduce__(self) -> tuple[type[Rows], tuple[str]]:
+        return Rows, (self.folder,)
+
+    def __getitem__(self, indices: ArrayIndex) -> PyTree:
+        """Reads rows.
+
+        Args:
+            indices: an int, a slice, or a list or an array of ints of any rank.
+
+        Returns:
+            The tree that the function returned, of NumPy arrays. Each has the shape of
+            ``indices`` in front. What is in no row is the same for all indices, and
+            cannot be written.
+
+        Raises:
+            ArgumentTypeError: for a mask, and for other things that are no ints.
+            PartError: for an index that is out of bounds.
+            MissingRowsError: if a file is missing or cut off.
+        """
+        at = self._checked(indices)
+        batches, places = np.divmod(at.reshape(-1), self._about.batch_size)
+        arrays = self._about.empty(0, at.size)
+        by_file = np.argsort(batches, kind='stable').tolist()
+        for batch, numbers in itertools.groupby(by_file, batches.tolist().__getitem__):
+            path = os.path.join(self.folder, name_of(batch))
+            pairs = ((n, int(places[n])) for n in numbers)
+            read_records(path, self._record, pairs, arrays)
+        leaves = {**self._fixed, **self._about.typed(arrays, at.shape)}
+        return jax.tree.unflatten(self._treedef, [leaves[n] for n in sorted(leaves)])
+
+    def _checked(self, indices: ArrayIndex) -> np.ndarray:
+        """Indices as an array of ints that are not negative."""
+        if isinstance(indices, slice):
+            indices = range(*indices.indices(len(self)))
+        at = np.asarray(indices)
+        if not at.size:
+            at = at.astype(int)
+        if at.dtype.kind not in 'iu':
+            raise errors.ArgumentTypeError(
+                f'Rows are chosen by ints, not by {at.dtype}.\n'
+                'Of a mask, write rows[np.flatnonzero(mask)].'
+            )
+        if at.size and not -len(self) <= at.min() <= at.max() < len(self):
+            far = at.min() if at.min() < -len(self) else at.max()
+            raise errors.PartError(f'There is no row {far}: there are {len(self)}.')
+        return at.astype(np.int64) % len(self)
+
+    def _read_fixed(self) -> dict[int, np.ndarray]:
+        """What is in no row, by its number."""
+        path = os.path.join(self.folder, FIXED)
+        fixed = {
+            n: array[0] for n, array in read_first(path, self._about, None, 1).items()
+        }
+        for array in fixed.values():
+            array.flags.writeable = False
+        return fixed

@@ -1,0 +1,196 @@
+"""Writes what a function makes of batches. What is there is compared, and stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+
+from flax_sg import errors
+from flax_sg.internals.types import PyTree
+from flax_sg.stored.files import (
+    FIXED,
+    About,
+    name_of,
+    read_first,
+    whole_files,
+    write_records,
+)
+from flax_sg.stored.returned import Returned
+
+# How far what is computed again may be from what is there. Jitted or not, float32
+# differs by 3e-7; TF32 by 2e-4; bfloat16 by 5e-3 (measured).
+_WARNS, _RAISES = 1e-3, 1e-2
+_ANOTHER = 'Give another folder, or delete this one.'
+
+
+class Writer:
+    """Writes the rows of batches into a folder.
+
+    Args:
+        folder: the absolute path of the folder.
+        rows: how many rows there are.
+        batch_size: how many of them are in a batch.
+        axes: as for ``store``.
+
+    Raises:
+        StaleRowsError: if the folder is for another number of rows, or other batches.
+    """
+
+    def __init__(self, folder: str, rows: int, batch_size: int, axes: PyTree) -> None:
+        self._folder, self._axes = folder, axes
+        # Without entries until a batch is kept here or was kept before.
+        self.about = About(rows, batch_size, '', ())
+        self._has_kept = False
+        there = About.of(folder)
+        if there is not None:
+            self._check_sizes(there)
+            self.about = there
+
+    def _check_sizes(self, there: About) -> None:
+        """Checks that the folder is for as many rows, in batches of as many."""
+        now, advice = self.about, _ANOTHER
+        if (there.rows, there.batch_size) == (now.rows, now.batch_size):
+            return
+        if there.rows == now.rows:
+            count = sum(map(there.rows_in, whole_files(self._folder, there)))
+            advice = f'Give batch_size={there.batch_size}: {count} rows are there.'
+        raise errors.StaleRowsError(
+            f'{self._folder} has {there.rows} rows in batches of {there.batch_size}, '
+            f'and not {now.rows} in batches of {now.batch_size}.\n{advice}'
+        )
+
+    def done(self) -> set[int]:
+        """The batches that are there."""
+        return whole_files(self._folder, self.about) if self.about.entries else set()
+
+    def has(self, batch: int) -> bool:
+        """Whether a batch is there by now."""
+        return os.path.exists(os.path.join(self._folder, name_of(batch)))
+
+    def keep(self, batch: int, out: PyTree) -> int:
+        """Writes a batch, or compares it with what is there.
+
+        Args:
+            batch: its number.
+            out: what the function returned.
+
+        Returns:
+            How many rows were written.
+        """
+        returned = Returned.of(out, self._axes, self.about.batch_size)
+        self._settle(batch, returned)
+        rows = self.about.rows_in(batch)
+        if None in [entry.axis for entry in returned.entries]:
+            self._write(batch, returned, FIXED, None, 1)
+        is_new = self._write(batch, returned, name_of(batch), 0, rows)
+        self._has_kept = True
+        return rows if is_new else 0
+
+    def _settle(self, batch: int, returned: Returned) -> None:
+        """Writes what is in a row, or checks that the folder has the same."""
+        now = dataclasses.replace(
+            self.about, tree=returned.tree, entries=returned.entries
+        )
+        if not self.about.entries:
+            os.makedirs(self._folder, exist_ok=True)
+            there = now if now.write(self._folder) else About.of(self._folder)
+            assert there is not None  # It was there a moment ago.
+            self._check_sizes(there)
+            self.about = there
+        if now == self.about:
+            return
+        was, is_now = _told_apart(self.about, returned)
+        if self._has_kept:
+            raise errors.StructureError(
+                f'Batch {batch} has {is_now}, and batches before it {was}.\n'
+                'The function has to return the same shapes for each batch.'
+            )
+        raise errors.StaleRowsError(
+            f'{self._folder} holds {was}, and the function returned {is_now}.\n'
+            f'{_ANOTHER}'
+        )
+
+    def _write(
+        self, batch: int, returned: Returned, name: str, axis: int | None, rows: int
+    ) -> bool:
+        """Writes a file; returns False if it was there, with the same in it."""
+        path, record = os.path.join(self._folder, name), self.about.record(axis)
+        arrays = returned.arrays
+        if not os.path.exists(path) and write_records(path, record, rows, arrays):
+            return True
+        for n, was in read_first(path, self.about, axis, rows).items():
+            self._compare(batch, returned.names[n], axis, was, arrays[n][:rows])
+        return False
+
+    def _compare(
+        self,
+        batch: int,
+        name: str,
+        axis: int | None,
+        was: np.ndarray,
+        now: np.ndarray,
+    ) -> None:
+        """Compares an array of a batch with what is there."""
+        far = distance(was, now)
+        if far <= _WARNS:
+            return
+        if axis is None and self._has_kept:
+            raise errors.StructureError(
+                f'{name} of batch {batch} differs by {far:.1%} from those before.\n'
+                'axes= says None, the same for all rows. Give 0, and return rows.'
+            )
+        differs = f'{name} of batch {batch} differs by {far:.1%}'
+        if far <= _RAISES:
+            warnings.warn(
+                f'{self._folder}: {differs} from what the function returns now. It may '
+                'be rounding, as on another device, or other weights.',
+                stacklevel=2,
+            )
+        else:
+            raise errors.StaleRowsError(
+                f'{self._folder} is stale: {differs} from what the function returns.\n'
+                'Weights, code or data have changed, or it draws random numbers.\n'
+                f'{_ANOTHER}'
+            )
+
+
+def _told_apart(about: About, returned: Returned) -> tuple[str, str]:
+    """The first array that differs, as it was and as it is; or the trees."""
+    if about.tree != returned.tree:
+        return f'the tree {about.tree}', f'the tree {returned.tree}'
+    for name, was, now in zip(
+        *(returned.names, about.entries, returned.entries), strict=True
+    ):
+        if was.axis != now.axis:
+            return f'{name} with axis {was.axis}', f'{name} with axis {now.axis}'
+        if was != now:
+            return f'{was} as {name}', f'{now} as {name}'
+    raise AssertionError('They are equal.')  # pragma: no cover
+
+
+def distance(was: np.ndarray, now: np.ndarray) -> float:
+    """How far two arrays of one shape are from each other, relative to the first.
+
+    Of numbers that are not real or complex it is the part that differs. A NaN is equal
+    to a NaN.
+
+    >>> import numpy as np
+    >>> distance(np.array([3.0, 4.0]), np.array([3.0, 4.1]))
+    0.01999...
+    >>> distance(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5]))
+    0.25
+    """
+    if not jnp.issubdtype(was.dtype, np.inexact):
+        return float(np.mean(was != now)) if was.size else 0.0
+    kind = np.complex128 if was.dtype.kind == 'c' else np.float64
+    was, now = was.astype(kind), now.astype(kind)
+    same = (was == now) | (np.isnan(was) & np.isnan(now))
+    if same.all():
+        return 0.0
+    norm = np.linalg.norm(was[np.isfinite(was)])
+    far = np.linalg.norm((now - was)[~same])
+    return float(far / norm) if np.isfinite(far) and norm else float('inf')
