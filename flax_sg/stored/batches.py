@@ -38,10 +38,9 @@ class Source:
         try:
             counts = {len(x) for x in arrays}
         except TypeError as error:
-            kind = type(self.examples).__name__
             raise errors.ArgumentTypeError(
-                f'The source is of type {kind}: {error}.\nGive arrays, in a tuple or a '
-                'dict, or something with len() and [n], such as a list of examples.'
+                f'The source has no length: {error}.\n'
+                'Give arrays, in a tuple or a dict, or a list or data set of examples.'
             ) from error
         if len(counts) > 1:
             raise errors.StructureError(

@@ -45,7 +45,8 @@ class Entry(NamedTuple):
     axis: int | None
 
     def __str__(self) -> str:
-        return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+        where = '' if self.axis == 0 else ' in no row'
+        return f'{self.dtype}[{",".join(map(str, self.shape))}]{where}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +145,12 @@ def whole_files(folder: str, about: About) -> set[int]:
     """The batches whose files are there. Files that are cut off are removed."""
     sizes = dict[str, int]()
     for entry in os.scandir(folder):
-        info = entry.stat()
-        sizes[entry.name] = info.st_size
-        # A process that was killed has left it: to write a file takes no hour.
-        if entry.name.endswith(_PART) and info.st_mtime < time.time() - 3600:
-            _remove(entry.path)
+        with contextlib.suppress(FileNotFoundError):  # It has its own name by now.
+            info = entry.stat()
+            sizes[entry.name] = info.st_size
+            # A process that was killed has left it: to write a file takes no hour.
+            if entry.name.endswith(_PART) and info.st_mtime < time.time() - 3600:
+                os.unlink(entry.path)
     wanted = {FIXED: _size(about.record(None), 1)}
     wanted.update(
         (name_of(n), _size(about.record(), about.rows_in(n))) for n in about.batches
@@ -195,20 +197,17 @@ def read_records(
         MissingRowsError: if there is no such file, or it is cut off.
     """
     begin = _size(record, 0)
-    try:
-        # Without a buffer a small row is one read, of its own bytes alone.
-        with open(path, 'rb', buffering=0) as file:
-            for to, place in places:
-                file.seek(begin + place * record.itemsize)
-                for field in fields.values():
-                    if file.readinto(field[to]) != field.shape[1]:
-                        raise errors.MissingRowsError(
-                            f'{path} is cut off.\nsg.store computes its rows again.'
-                        )
-    except FileNotFoundError:
-        raise errors.MissingRowsError(
-            f'{path} is missing.\nsg.store computes what is missing.'
-        ) from None
+    # Without a buffer, a small row is one read of its own bytes alone.
+    with contextlib.suppress(FileNotFoundError), open(path, 'rb', buffering=0) as file:
+        for to, place in places:
+            file.seek(begin + place * record.itemsize)
+            if any(file.readinto(x[to]) != x.shape[1] for x in fields.values()):
+                break
+        else:
+            return
+    raise errors.MissingRowsError(
+        f'{path} is missing, or cut off.\nsg.store computes its rows.'
+    )
 
 
 def read_first(
@@ -230,16 +229,15 @@ def _header(record: np.dtype, rows: int) -> bytes:
     """The header of a file, of one length for any number of rows.
 
     It is that of `version 2.0 of NumPy's format
-    <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>`__.
+    <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>`__, made
+    here: if another NumPy made it longer, all files would have another size.
     """
-    descr = np.lib.format.dtype_to_descr(record)
-    fields = {'descr': descr, 'fortran_order': False, 'shape': (rows,)}
-    longest = len(repr({**fields, 'shape': (10**18,)})) + 1
-    begin = np.lib.format.magic(2, 0)
-    before = len(begin) + 4
-    length = -(-(before + longest) // 64) * 64 - before
-    text = repr(fields).ljust(length - 1) + '\n'
-    return begin + length.to_bytes(4, 'little') + text.encode('latin1')
+    fields = [(n, record[n].base.str, record[n].shape) for n in record.names or ()]
+    text = f"{{'descr': {fields}, 'fortran_order': False, 'shape': ({rows},)}}"
+    longest = len(text) - len(str(rows)) + 20
+    begin = b'\x93NUMPY\x02\x00'
+    length = -(-(len(begin) + 4 + longest) // 64) * 64 - len(begin) - 4
+    return begin + length.to_bytes(4, 'little') + f'{text:{length - 1}}\n'.encode()
 
 
 def _write_new(path: str, *parts: bytes | memoryview) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from rich import console, progress
+from rich.errors import LiveError
 
 # Between two lines of a log, in seconds.
 _PAUSE = 60
@@ -22,9 +24,15 @@ class Bar(progress.Progress):
         # Not among what the program prints.
         err = console.Console(stderr=True)
         columns = *self.get_default_columns(), progress.MofNCompleteColumn()
-        super().__init__(*columns, console=err, disable=not err.is_terminal)
+        is_shown = err.is_terminal and done < rows
+        super().__init__(*columns, console=err, disable=not is_shown)
         self._task = self.add_task('rows', total=rows, completed=done)
         self._said = time.monotonic()
+
+    def start(self) -> None:
+        """Shows it, unless the program shows another bar."""
+        with contextlib.suppress(LiveError):
+            super().start()
 
     def add(self, rows: int) -> None:
         """Some rows are done."""

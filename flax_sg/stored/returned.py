@@ -68,22 +68,20 @@ def _spread(axes: PyTree, out: PyTree) -> list[int | None]:
     spread = list[int | None]()
 
     def add(axis: int | None, x: PyTree) -> None:
-        if axis not in (0, None):
-            raise errors.ArgumentValueError(
-                f'axes has {axis!r}.\n'
-                'Give 0 for rows in front, and None for what is the same in all rows.'
-            )
         spread.extend([axis] * len(jax.tree.leaves(x)))
 
     try:
         jax.tree.map(add, axes, out, is_leaf=lambda x: x is None)
     except (TypeError, ValueError) as error:
-        if isinstance(error, errors.FlaxSGError):
-            raise
         raise errors.StructureError(
-            f'axes does not fit what the function returned: {error}\n'
+            f'axes is {axes}, and the function returned {jax.tree.structure(out)}.\n'
             'Give 0 or None for all arrays, or a tree like that of the arrays.'
         ) from error
+    if wrong := [axis for axis in spread if axis not in (0, None)]:
+        raise errors.ArgumentValueError(
+            f'axes has {wrong[0]!r}.\n'
+            'Give 0 for rows in front, and None for what is the same in all rows.'
+        )
     return spread
 
 

@@ -109,9 +109,8 @@ class Rows:
     def _read_fixed(self) -> dict[int, np.ndarray]:
         """What is in no row, by its number."""
         path = os.path.join(self.folder, FIXED)
-        fixed = {
-            n: array[0] for n, array in read_first(path, self._about, None, 1).items()
-        }
-        for array in fixed.values():
-            array.flags.writeable = False
+        fixed = dict[int, np.ndarray]()
+        for n, array in read_first(path, self._about, None, 1).items():
+            fixed[n] = array.reshape(array.shape[1:])
+            fixed[n].flags.writeable = False
         return fixed

@@ -45,16 +45,16 @@ class Writer:
         # Without entries until a batch is kept here or was kept before.
         self.about = About(rows, batch_size, '', ())
         self._has_kept = False
-        there = About.of(folder)
-        if there is not None:
-            self._check_sizes(there)
-            self.about = there
+        self.about = self._there() or self.about
 
-    def _check_sizes(self, there: About) -> None:
-        """Checks that the folder is for as many rows, in batches of as many."""
-        now, advice = self.about, _ANOTHER
-        if (there.rows, there.batch_size) == (now.rows, now.batch_size):
-            return
+    def _there(self) -> About | None:
+        """What the folder has: as many rows, in batches of as many; or nothing."""
+        there, now, advice = About.of(self._folder), self.about, _ANOTHER
+        if there is None or (there.rows, there.batch_size) == (
+            now.rows,
+            now.batch_size,
+        ):
+            return there
         if there.rows == now.rows:
             count = sum(map(there.rows_in, whole_files(self._folder, there)))
             advice = f'Give batch_size={there.batch_size}: {count} rows are there.'
@@ -97,10 +97,8 @@ class Writer:
         )
         if not self.about.entries:
             os.makedirs(self._folder, exist_ok=True)
-            there = now if now.write(self._folder) else About.of(self._folder)
-            assert there is not None  # It was there a moment ago.
-            self._check_sizes(there)
-            self.about = there
+            is_first = now.write(self._folder)
+            self.about = now if is_first else self._there() or now
         if now == self.about:
             return
         was, is_now = _told_apart(self.about, returned)
@@ -159,17 +157,15 @@ class Writer:
 
 
 def _told_apart(about: About, returned: Returned) -> tuple[str, str]:
-    """The first array that differs, as it was and as it is; or the trees."""
+    """What was there and what is returned: the trees, or the first arrays that differ.
+
+    It is asked if something differs.
+    """
     if about.tree != returned.tree:
         return f'the tree {about.tree}', f'the tree {returned.tree}'
-    for name, was, now in zip(
-        *(returned.names, about.entries, returned.entries), strict=True
-    ):
-        if was.axis != now.axis:
-            return f'{name} with axis {was.axis}', f'{name} with axis {now.axis}'
-        if was != now:
-            return f'{was} as {name}', f'{now} as {name}'
-    raise AssertionError('They are equal.')  # pragma: no cover
+    pairs = zip(returned.names, about.entries, returned.entries, strict=True)
+    name, was, now = next(pair for pair in pairs if pair[1] != pair[2])
+    return f'{was} as {name}', f'{now} as {name}'
 
 
 def distance(was: np.ndarray, now: np.ndarray) -> float:

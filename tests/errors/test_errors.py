@@ -29,6 +29,7 @@ from tests.errors import (
     name_errors,
     report_errors,
     setup_errors,
+    stored_errors,
     tree_errors,
     wrapper_errors,
 )
@@ -44,6 +45,7 @@ TABLES = [
     name_errors,
     report_errors,
     setup_errors,
+    stored_errors,
     tree_errors,
     wrapper_errors,
 ]
@@ -189,13 +191,14 @@ CLASSES = [
 ]
 BUILTIN = {
     TypeError: 'FilterType ArgumentType Cotangent AbsentLeaf',
-    ValueError: 'UnusedFilter ArgumentValue Structure',
+    ValueError: 'UnusedFilter ArgumentValue Structure StaleRows',
     AttributeError: 'AbsentLeaf',
     RuntimeError: 'Block',
     ImportError: 'UnsupportedVersion',
     LookupError: 'UnknownName',
     AssertionError: 'Expectation',
     IndexError: 'Part',
+    FileNotFoundError: 'MissingRows',
 }
 
 

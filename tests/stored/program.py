@@ -1,0 +1,61 @@
+"""A program that stores rows, which tests start as processes and kill.
+
+python program.py FOLDER SECONDS [PORT COUNT INDEX] [--dies-after CALLS]
+"""
+
+import argparse
+import os
+import sys
+import time
+
+import jax
+import numpy as np
+
+import flax_sg as sg
+
+ROWS, BATCH = 203, 8
+
+
+def data():
+    """Examples, and their numbers."""
+    x = np.random.default_rng(0).standard_normal((ROWS, 5)).astype(np.float32)
+    return x, np.arange(ROWS)
+
+
+def by_hand(x, y):
+    """What is stored."""
+    return {'double': 2 * x, 'number': y}
+
+
+def main():
+    """Stores the rows, and prints how often the function was called."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument('folder')
+    parser.add_argument('seconds', type=float)
+    parser.add_argument('where', type=int, nargs='*')
+    parser.add_argument('--dies-after', type=int, default=0)
+    options = parser.parse_args()
+    if options.where:
+        port, count, index = options.where
+        jax.distributed.initialize(f'localhost:{port}', count, index)
+        assert jax.process_count() == count
+    calls = []
+
+    def slow(x, y):
+        calls.append(len(x))
+        print('call', flush=True)
+        if len(calls) == options.dies_after:
+            os._exit(9)
+        time.sleep(options.seconds)
+        return by_hand(x, y)
+
+    sg.store(slow, data(), options.folder, batch_size=BATCH)
+    assert {*calls} <= {BATCH}
+    print('done', len(calls), flush=True)
+    sys.stdout.flush()
+    # Others may still compute: jax.distributed would wait for them.
+    os._exit(0)
+
+
+if __name__ == '__main__':
+    main()
