@@ -11,12 +11,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -95,41 +97,15 @@ class About:
         """The structure of what the function returned."""
         return jax.tree.structure(ast.literal_eval(self.tree))
 
-    def record(self, axis: int | None = 0) -> np.dtype[np.void]:
-        """All arrays of a row; or, for None, all that are in no row.
+    @functools.cached_property
+    def records(self) -> Records:
+        """What is in the files of the batches."""
+        return Records({n: x for n, x in enumerate(self.entries) if x.axis == 0})
 
-        The format of NumPy knows no types such as bfloat16: they are bytes there.
-        """
-        fields: list[Any] = []
-        for n, entry in enumerate(self.entries):
-            dtype = np.dtype(entry.dtype)
-            if dtype.isbuiltin != 1:
-                dtype = np.dtype(f'V{dtype.itemsize}')
-            if entry.axis == axis:
-                fields.append((str(n), dtype, entry.shape))
-        return np.dtype(fields)
-
-    def empty(self, axis: int | None, rows: int) -> dict[str, np.ndarray]:
-        """Bytes to read rows into, ``uint8[rows, bytes]`` for each field."""
-        record = self.record(axis)
-        sizes = {name: record[name].itemsize for name in record.names or ()}
-        return {name: np.empty((rows, size), np.uint8) for name, size in sizes.items()}
-
-    def typed(
-        self, fields: Mapping[str, np.ndarray], shape: tuple[int, ...]
-    ) -> dict[int, np.ndarray]:
-        """Bytes as the arrays that they are, by number.
-
-        Args:
-            fields: the bytes of each field.
-            shape: what the arrays have in front, in place of the number of rows.
-        """
-        arrays = dict[int, np.ndarray]()
-        for name, field in fields.items():
-            entry = self.entries[int(name)]
-            flat = field.reshape(-1).view(entry.dtype)
-            arrays[int(name)] = flat.reshape((*shape, *entry.shape))
-        return arrays
+    @functools.cached_property
+    def fixed(self) -> Records:
+        """What is in ``fixed.npy``, as one record."""
+        return Records({n: x for n, x in enumerate(self.entries) if x.axis is None})
 
 
 def name_of(batch: int) -> str:
@@ -151,93 +127,107 @@ def whole_files(folder: str, about: About) -> set[int]:
             # A process that was killed has left it: to write a file takes no hour.
             if entry.name.endswith(_PART) and info.st_mtime < time.time() - 3600:
                 os.unlink(entry.path)
-    wanted = {FIXED: _size(about.record(None), 1)}
-    wanted.update(
-        (name_of(n), _size(about.record(), about.rows_in(n))) for n in about.batches
-    )
-    for name in sizes.keys() & wanted.keys():
-        if sizes[name] != wanted[name]:
+    wanted = {name_of(n): about.records.size(about.rows_in(n)) for n in about.batches}
+    for name, size in {**wanted, FIXED: about.fixed.size(1)}.items():
+        if sizes.get(name, size) != size:
             _remove(os.path.join(folder, name))
     return {n for n in about.batches if sizes.get(name_of(n)) == wanted[name_of(n)]}
 
 
-def write_records(
-    path: str, record: np.dtype, rows: int, arrays: Sequence[np.ndarray]
-) -> bool:
-    """Writes rows into a file for ``numpy.load``; returns False if there is one.
+class Records:
+    """The format of a file for ``numpy.load``: records of some arrays.
 
-    Args:
-        path: the path of the file.
-        record: what is in a row, with the number of an array as the name of each field.
-        rows: how many rows are written.
-        arrays: all arrays, with at least as many rows.
+    It is `version 2.0 of NumPy's
+    <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>`__. The
+    header is made here. If another NumPy made it longer, all files would have another
+    size.
+
+    Attributes:
+        entries: the arrays, by number, which is the name of their field.
     """
-    records = np.empty(rows, record)
-    for name in record.names or ():
-        records[name] = arrays[int(name)][:rows].view(record[name].base)
-    data = records.view(np.uint8).data if records.nbytes else b''
-    return _write_new(path, _header(record, rows), data)
 
+    def __init__(self, entries: Mapping[int, Entry]) -> None:
+        self.entries = entries
+        # The format knows no types such as bfloat16: they are bytes there.
+        fields = list[tuple[str, str, tuple[int, ...]]]()
+        for n, entry in entries.items():
+            dtype = np.dtype(entry.dtype)
+            is_known = dtype.isbuiltin == 1
+            text = dtype.str if is_known else f'|V{dtype.itemsize}'
+            fields.append((str(n), text, entry.shape))
+        self._dtype = np.dtype(fields)
+        before = f"{{'descr': {fields}, 'fortran_order': False, 'shape': ("
+        # For any number of rows the header has the same length, a multiple of 64.
+        length = -(-(len(before) + 36) // 64) * 64 - 12
+        self._before = b'\x93NUMPY\x02\x00' + length.to_bytes(4, 'little')
+        self._before += before.encode()
+        self._begin = length + 12
 
-def read_records(
-    path: str,
-    record: np.dtype,
-    places: Iterable[tuple[int, int]],
-    fields: Mapping[str, np.ndarray],
-) -> None:
-    """Reads rows of a file.
+    def size(self, rows: int) -> int:
+        """The bytes of a file."""
+        return self._begin + rows * self._dtype.itemsize
 
-    Args:
-        path: the path of the file.
-        record: what is in a row.
-        places: for each row that is read its number in the arrays and in the file.
-        fields: the bytes to read into, see ``About.empty``.
+    def write(self, path: str, rows: int, arrays: Sequence[np.ndarray]) -> bool:
+        """Writes a file, whole or not at all; returns False if there is one.
 
-    Raises:
-        MissingRowsError: if there is no such file, or it is cut off.
-    """
-    begin = _size(record, 0)
-    # Without a buffer, a small row is one read of its own bytes alone.
-    with contextlib.suppress(FileNotFoundError), open(path, 'rb', buffering=0) as file:
-        for to, place in places:
-            file.seek(begin + place * record.itemsize)
-            if any(file.readinto(x[to]) != x.shape[1] for x in fields.values()):
-                break
-        else:
-            return
-    raise errors.MissingRowsError(
-        f'{path} is missing, or cut off.\nsg.store computes its rows.'
-    )
+        Args:
+            path: the path of the file.
+            rows: how many rows are written.
+            arrays: all arrays by number, with at least as many rows.
+        """
+        records = np.empty(rows, self._dtype)
+        for n in self.entries:
+            field = self._dtype[str(n)].base
+            records[str(n)] = arrays[n][:rows].view(field)
+        header = self._before + f'{rows},)}}'.encode()
+        data = records.view(np.uint8).data if records.nbytes else b''
+        return _write_new(path, header.ljust(self._begin - 1) + b'\n', data)
 
+    def read(
+        self,
+        files: Iterable[tuple[str, Iterable[tuple[int, int]]]],
+        shape: tuple[int, ...],
+    ) -> dict[int, np.ndarray]:
+        """Reads rows of files.
 
-def read_first(
-    path: str, about: About, axis: int | None, rows: int
-) -> dict[int, np.ndarray]:
-    """Reads the first rows of a file: its arrays by number, with the rows in front."""
-    fields, record = about.empty(axis, rows), about.record(axis)
-    if fields:
-        read_records(path, record, ((n, n) for n in range(rows)), fields)
-    return about.typed(fields, (rows,))
+        Args:
+            files: the path of each file; and for each row of it that is read where it
+                goes, and where it is in the file.
+            shape: what the arrays have in front, for as many rows.
 
+        Returns:
+            The arrays, by number.
 
-def _size(record: np.dtype, rows: int) -> int:
-    """The bytes of a file."""
-    return len(_header(record, rows)) + rows * record.itemsize
+        Raises:
+            MissingRowsError: if a file is missing, or cut off.
+        """
+        count = math.prod(shape)
+        raw = {
+            n: np.empty((count, self._dtype[str(n)].itemsize), np.uint8)
+            for n in self.entries
+        }
+        for path, places in files if raw else ():
+            self._read_into([*raw.values()], path, places)
+        return {
+            n: raw[n].reshape(-1).view(x.dtype).reshape((*shape, *x.shape))
+            for n, x in self.entries.items()
+        }
 
-
-def _header(record: np.dtype, rows: int) -> bytes:
-    """The header of a file, of one length for any number of rows.
-
-    It is that of `version 2.0 of NumPy's format
-    <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>`__, made
-    here: if another NumPy made it longer, all files would have another size.
-    """
-    fields = [(n, record[n].base.str, record[n].shape) for n in record.names or ()]
-    text = f"{{'descr': {fields}, 'fortran_order': False, 'shape': ({rows},)}}"
-    longest = len(text) - len(str(rows)) + 20
-    begin = b'\x93NUMPY\x02\x00'
-    length = -(-(len(begin) + 4 + longest) // 64) * 64 - len(begin) - 4
-    return begin + length.to_bytes(4, 'little') + f'{text:{length - 1}}\n'.encode()
+    def _read_into(
+        self, arrays: Sequence[np.ndarray], path: str, places: Iterable[tuple[int, int]]
+    ) -> None:
+        missing = contextlib.suppress(FileNotFoundError)
+        # Without a buffer, a small row is one read of its own bytes alone.
+        with missing, open(path, 'rb', buffering=0) as file:
+            for to, place in places:
+                file.seek(self._begin + place * self._dtype.itemsize)
+                if any(file.readinto(x[to]) != x.shape[1] for x in arrays):
+                    break
+            else:
+                return
+        raise errors.MissingRowsError(
+            f'{path} is missing, or cut off.\nsg.store computes its rows.'
+        )
 
 
 def _write_new(path: str, *parts: bytes | memoryview) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.internals.types import ArrayIndex, PyTree
-from flax_sg.stored.files import FIXED, About, name_of, read_first, read_records
+from flax_sg.stored.files import FIXED, About, name_of
 
 
 class Rows:
@@ -47,16 +47,20 @@ class Rows:
             raise errors.MissingRowsError(
                 f'{self.folder} holds no rows.\nsg.store writes them.'
             )
-        self._about, self._record = about, about.record()
-        self._treedef = about.treedef
-        self._fixed = self._read_fixed()
+        self._about, self._treedef = about, about.treedef
+        self._fixed = about.fixed.read([(self._path(FIXED), [(0, 0)])], ())
+        for array in self._fixed.values():
+            array.flags.writeable = False
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
 
     def __len__(self) -> int:
         return self._about.rows
 
     def __repr__(self) -> str:
         """The same in each process: Grain compares it when it restores a loader."""
-        own = [str(entry) for entry in self._about.entries if entry.axis == 0]
+        own = map(str, self._about.records.entries.values())
         return f'<{len(self)} rows of {", ".join(own)}>'
 
     def __reduce__(self) -> tuple[type[Rows], tuple[str]]:
@@ -80,13 +84,12 @@ class Rows:
         """
         at = self._checked(indices)
         batches, places = np.divmod(at.reshape(-1), self._about.batch_size)
-        arrays = self._about.empty(0, at.size)
         by_file = np.argsort(batches, kind='stable').tolist()
-        for batch, numbers in itertools.groupby(by_file, batches.tolist().__getitem__):
-            path = os.path.join(self.folder, name_of(batch))
-            pairs = ((n, int(places[n])) for n in numbers)
-            read_records(path, self._record, pairs, arrays)
-        leaves = {**self._fixed, **self._about.typed(arrays, at.shape)}
+        files = (
+            (self._path(name_of(int(batch))), [(n, int(places[n])) for n in numbers])
+            for batch, numbers in itertools.groupby(by_file, batches.__getitem__)
+        )
+        leaves = {**self._fixed, **self._about.records.read(files, at.shape)}
         return jax.tree.unflatten(self._treedef, [leaves[n] for n in sorted(leaves)])
 
     def _checked(self, indices: ArrayIndex) -> np.ndarray:
@@ -105,12 +108,3 @@ class Rows:
             far = at.min() if at.min() < -len(self) else at.max()
             raise errors.PartError(f'There is no row {far}: there are {len(self)}.')
         return at.astype(np.int64) % len(self)
-
-    def _read_fixed(self) -> dict[int, np.ndarray]:
-        """What is in no row, by its number."""
-        path = os.path.join(self.folder, FIXED)
-        fixed = dict[int, np.ndarray]()
-        for n, array in read_first(path, self._about, None, 1).items():
-            fixed[n] = array.reshape(array.shape[1:])
-            fixed[n].flags.writeable = False
-        return fixed

@@ -11,14 +11,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.internals.types import PyTree
-from flax_sg.stored.files import (
-    FIXED,
-    About,
-    name_of,
-    read_first,
-    whole_files,
-    write_records,
-)
+from flax_sg.stored.files import FIXED, About, Records, name_of, whole_files
 from flax_sg.stored.returned import Returned
 
 # How far what is computed again may be from what is there. Jitted or not, float32
@@ -50,10 +43,9 @@ class Writer:
     def _there(self) -> About | None:
         """What the folder has: as many rows, in batches of as many; or nothing."""
         there, now, advice = About.of(self._folder), self.about, _ANOTHER
-        if there is None or (there.rows, there.batch_size) == (
-            now.rows,
-            now.batch_size,
-        ):
+        if there is None:
+            return None
+        if (there.rows, there.batch_size) == (now.rows, now.batch_size):
             return there
         if there.rows == now.rows:
             count = sum(map(there.rows_in, whole_files(self._folder, there)))
@@ -84,9 +76,10 @@ class Writer:
         returned = Returned.of(out, self._axes, self.about.batch_size)
         self._settle(batch, returned)
         rows = self.about.rows_in(batch)
-        if None in [entry.axis for entry in returned.entries]:
-            self._write(batch, returned, FIXED, None, 1)
-        is_new = self._write(batch, returned, name_of(batch), 0, rows)
+        if self.about.fixed.entries:
+            self._write(batch, returned, FIXED, self.about.fixed, 1)
+        path = name_of(batch)
+        is_new = self._write(batch, returned, path, self.about.records, rows)
         self._has_kept = True
         return rows if is_new else 0
 
@@ -113,22 +106,22 @@ class Writer:
         )
 
     def _write(
-        self, batch: int, returned: Returned, name: str, axis: int | None, rows: int
+        self, batch: int, returned: Returned, name: str, records: Records, rows: int
     ) -> bool:
         """Writes a file; returns False if it was there, with the same in it."""
-        path, record = os.path.join(self._folder, name), self.about.record(axis)
-        arrays = returned.arrays
-        if not os.path.exists(path) and write_records(path, record, rows, arrays):
+        path, arrays = os.path.join(self._folder, name), returned.arrays
+        if not os.path.exists(path) and records.write(path, rows, arrays):
             return True
-        for n, was in read_first(path, self.about, axis, rows).items():
-            self._compare(batch, returned.names[n], axis, was, arrays[n][:rows])
+        places = [(n, n) for n in range(rows)]
+        for n, was in records.read([(path, places)], (rows,)).items():
+            self._compare(batch, returned.names[n], name, was, arrays[n][:rows])
         return False
 
     def _compare(
         self,
         batch: int,
         name: str,
-        axis: int | None,
+        file: str,
         was: np.ndarray,
         now: np.ndarray,
     ) -> None:
@@ -136,7 +129,7 @@ class Writer:
         far = distance(was, now)
         if far <= _WARNS:
             return
-        if axis is None and self._has_kept:
+        if file == FIXED and self._has_kept:
             raise errors.StructureError(
                 f'{name} of batch {batch} differs by {far:.1%} from those before.\n'
                 'axes= says None, the same for all rows. Give 0, and return rows.'
