@@ -10,6 +10,8 @@
 # order: one computes the whole loss, the other reads stored features.
 
 # %%
+import functools
+import tempfile
 import time
 
 import jax
@@ -130,11 +132,11 @@ ahead = sg.precompute(loss, params, *batch, wrt=live, examples=True)
 live
 
 # %% [markdown]
-# ## Two trainings
+# ## The store
 #
-# One reads images and differentiates `loss`. The other reads what `early` kept of the
-# images, and differentiates `late`. `late` needs no weights of the backbone:
-# `sg.ABSENT` stands for all of them.
+# `sg.store` runs `early` on all images, batch by batch, and keeps a row for each of
+# them in files. If the program is stopped, the next run goes on. Rows are read by any
+# indices; here all of them fit in memory.
 
 
 # %%
@@ -142,17 +144,23 @@ early = jax.jit(ahead.early)
 
 
 def stored(params, data):
-    """What is kept of each example; `early` takes whole batches."""
-    count = len(data[0])
-    size = -(-count // BATCH) * BATCH
-    data = [
-        np.resize(x, (size, *x.shape[1:])) for x in data
-    ]  # Begins again at the end.
-    starts = range(0, size, BATCH)
-    parts = [early(params, *(x[n : n + BATCH] for x in data)) for n in starts]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:count], *parts)
+    """The rows of all examples, from files of their own."""
+    fun = functools.partial(early, params)
+    return sg.store(fun, tuple(data), tempfile.mkdtemp(), batch_size=BATCH)
 
 
+features = stored(params, train)
+features, {leaf.dtype.name: leaf.shape for leaf in features[[7, 0, 3]]}
+
+# %% [markdown]
+# ## Two trainings
+#
+# One reads images and differentiates `loss`. The other reads what was stored of the
+# images, and differentiates `late`. `late` needs no weights of the backbone:
+# `sg.ABSENT` stands for all of them.
+
+
+# %%
 tx = sg.freeze(optax.adam(1e-3), ~live)
 
 
@@ -184,13 +192,14 @@ def whole(params, data):
 
 
 # %% [markdown]
-# The programs are compiled before the clock starts. The time of `early` counts.
+# The programs are compiled before the clock starts. The time of `early` and of its
+# files counts.
 
 # %%
 light = {**params, 'backbone': sg.ABSENT}
 trainings = {
     'whole loss': (step_of(whole), params, lambda: train),
-    'precompute': (step_of(ahead.late), light, lambda: stored(params, train)),
+    'precompute': (step_of(ahead.late), light, lambda: stored(params, train)[:]),
 }
 curves, ends = {}, {}
 for name, (step, begin, data_of) in trainings.items():
@@ -244,8 +253,7 @@ print(
 print(ahead)
 
 # %%
-kept = stored(params, train)
-assert {len(leaf) for leaf in kept} == {len(train[0])}
+assert {len(leaf) for leaf in features[:]} == {len(train[0])}
 whole_curve, late_curve = (curves[name][:, 0] for name in trainings)
 np.testing.assert_allclose(whole_curve, late_curve, rtol=1e-2)
 if FULL:
