@@ -218,5 +218,7 @@ def test_an_anchor_that_does_not_exist_is_found(tmp_path: Path):
     assert anchors(page) == {'the-sgat-page'}
     assert lost_anchors(page) == ['#not-me']
     code = tmp_path / 'code.py'
-    code.write_text('"""See page.md#the-sgat-page, page.md#gone, x/limits.html#gone."""')
+    code.write_text(
+        '"""See page.md#the-sgat-page, page.md#gone, x/limits.html#gone."""'
+    )
     assert lost_anchors(code) == ['page.md#gone', 'docs/limits.md#gone']
