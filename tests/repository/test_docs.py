@@ -15,6 +15,7 @@ import pytest
 
 import flax_sg
 from flax_sg import core, errors, filters, linen, testing
+from tests.helpers.signatures import returned as returned_objects
 from tests.helpers.signatures import signatures
 
 DOCS = Path(__file__).parents[2] / 'docs'
@@ -105,6 +106,20 @@ def test_the_signatures(
         (DOCS / 'names.md').write_text(page.replace(written[0], made))
         return
     assert written == ([made] if made else [])
+
+
+def test_the_returned_objects(request: pytest.FixtureRequest):
+    page = (DOCS / 'names.md').read_text()
+    made = returned_objects()
+    before, head, rest = page.partition('## Returned objects\n')
+    table = re.findall(r'\|---\|---\|\n((?:\|.*\n)*)', rest)[0]
+    if request.config.getoption('--rewrite'):
+        page = (
+            before + head + rest.replace(f'|---|---|\n{table}', f'|---|---|\n{made}', 1)
+        )
+        (DOCS / 'names.md').write_text(page)
+        return
+    assert table == made
 
 
 @each_module
