@@ -107,8 +107,8 @@ print(sorted(variables['params']))
 # A second call in one step can change both by accident. A mirror changes neither:
 #
 # - With `state='hold'`, the default, only the module itself updates batch statistics.
-# - The n-th call of a mirror draws the dropout masks of the n-th call of the module, and
-#   does not change them.
+# - The n-th call of a mirror draws the dropout masks of the n-th call of the module,
+#   and does not change them.
 
 
 # %%
