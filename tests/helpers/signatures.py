@@ -27,9 +27,9 @@ RETURNED: list[tuple[str, Any, str]] = [
     ('moved = testing.moves(...)', Moves, 'status_of rows plot'),
     ('table = sg.tabulate(...)', ModuleTable, 'rows'),
 ]
-if hasattr(sg, 'Rows'):
-    rows = ('rows = sg.store(...)', sg.Rows, '__len__ __getitem__ folder')
-    RETURNED.append(rows)
+_ROWS: Any = getattr(sg, 'Rows', None)
+if _ROWS is not None:
+    RETURNED.append(('rows = sg.store(...)', _ROWS, '__len__ __getitem__ folder'))
 
 
 def returned() -> str:
