@@ -44,17 +44,14 @@ def returned() -> str:
             if callable(found):
                 told[member] = inspect.getdoc(found) or ''
                 write = signature(found, write) or write
-                write = re.sub(r'\.__len__\(\)|\.__getitem__\((.*)\)', _special, write)
+                write = re.sub(r'(\w+)\.__len__\(\)', r'len(\1)', write)
+                write = re.sub(r'\.__getitem__\((.*)\)', r'[\1]', write)
             elif isinstance(found, property):
                 told[member] = inspect.getdoc(found) or ''
             text = told[member].partition('\n\n')[0].replace('\n', ' ')
             text = text.replace('``', '`').rstrip('.').replace('|', '\\|')
             lines.append(f'| `{write}` | {text[0].lower() + text[1:]} |')
     return ''.join(f'{line}\n' for line in lines)
-
-
-def _special(found: re.Match[str]) -> str:
-    return '' if found[1] is None else f'[{found[1]}]'
 
 
 def attributes(doc: str) -> list[tuple[str, str]]:
