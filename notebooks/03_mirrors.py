@@ -69,7 +69,6 @@ class Online(nn.Module):
 
 class Byol(nn.Module):
     stop: bool = True
-    rngs: str = 'fresh'
 
     def setup(self):
         self.online = Online()
@@ -79,7 +78,7 @@ class Byol(nn.Module):
         """The loss of guessing one view from the other, and how far targets spread."""
         target = self.online
         if self.stop:
-            target = nn.mirror(self.online, variables=teacher, rngs=self.rngs)
+            target = nn.mirror(self.online, variables=teacher)
         guess = normalized(self.predictor(self.online(one, train=True)))
         seen = normalized(target(two, train=True))
         return 1 - jnp.mean(jnp.sum(guess * seen, -1)), 4 * jnp.mean(jnp.std(seen, 0))
@@ -105,13 +104,11 @@ print(sorted(variables['params']))
 #
 # ## Batch statistics and dropout masks
 #
-# A second call in one step can change both by accident. A mirror has an option for
-# each:
+# A second call in one step can change both by accident. A mirror changes neither:
 #
-# - `state='hold'`, the default: only the module itself updates batch statistics.
-# - `rngs='same'`: the mirror draws the same dropout masks as the module. With
-#   `rngs='fresh'` it draws new ones, which is what BYOL wants. The module's own masks
-#   do not change in either case.
+# - With `state='hold'`, the default, only the module itself updates batch statistics.
+# - The n-th call of a mirror draws the dropout masks of the n-th call of the module,
+#   and does not change them.
 
 
 # %%
@@ -119,8 +116,7 @@ class Looks(Byol):
     def __call__(self, x):
         return {
             'online': self.online(x, train=True),
-            'same': nn.mirror(self.online)(x, train=True),
-            'fresh': nn.mirror(self.online, rngs='fresh')(x, train=True),
+            'mirror': nn.mirror(self.online)(x, train=True),
         }
 
 
@@ -150,7 +146,7 @@ for name, output in looked.items():
 
 # %%
 def with_mirror(params, ema, one, two, key):
-    loss, new = Byol(rngs='same').apply(
+    loss, new = Byol().apply(
         {'params': params, 'batch_stats': variables['batch_stats']},
         one,
         two,
@@ -365,9 +361,8 @@ axes[2].set_ylabel('held-out accuracy')
 plt.show()
 
 # %% [markdown]
-# BYOL beats the raw pixels by 0.016 only, on average, and one seed of five is below
-# them. Digits of 8 x 8 pixels are easy for a linear classifier, and this notebook is
-# about the stop, not about the gain.
+# BYOL beats the raw pixels by 0.011 only, on average. Digits of 8 x 8 pixels are easy
+# for a linear classifier, and this notebook is about the stop, not about the gain.
 #
 # Without the stop the loss is the best of all, and nothing was learned: every image has
 # the same target, and the spread is zero. A loss curve cannot show this. The report
@@ -394,9 +389,8 @@ for name, spelled in (('SimSiam', Byol()), ('no stop', Byol(stop=False))):
 # ## What was claimed
 
 # %%
-# A mirror: the same values, fresh masks if wanted, no second update of statistics.
-assert equal(looked['same'], looked['online'])
-assert not equal(looked['fresh'], looked['online'])
+# A mirror: the same values and masks, no second update of statistics.
+assert equal(looked['mirror'], looked['online'])
 assert equal(looked['online'], alone['online'])
 assert equal(looked_state, alone_state)
 
@@ -422,5 +416,5 @@ if FULL:
     assert spreads.max() < 0.1 < 0.5 < ends['BYOL'][1].min()
     assert found.max() < random_accuracy
     assert ends['BYOL'][2].min() > random_accuracy + 0.05
-    # It is ahead of raw pixels, and not by much: one seed is not.
-    assert 0 < ahead.mean() < 0.03 and np.sum(ahead < 0) == 1
+    # It is ahead of raw pixels, and not by much.
+    assert 0 < ahead.mean() < 0.03

@@ -32,7 +32,11 @@ class Path(str):
     equal paths, and differ in ``collection`` only.
 
     A variable may hold a tuple or a dataclass. Each leaf of such a variable has a path
-    of its own, which begins with that of the variable: ``path.variable``.
+    of its own, which begins with that of the variable: ``path.variable``. A function of
+    the path is asked about the leaf first, then about the variable.
+
+    Modules of one class share what ``nn.jit`` has traced. If such a class opens a
+    block, its filter must not ask for ``absolute``.
 
     >>> from flax_sg import Path
     >>> path = Path.of('params', ('enc', 'gln_0', 'dense', 'kernel'), owner=('enc',))

@@ -151,6 +151,8 @@ def mirror(
         ArgumentValueError: for another ``rngs`` or ``state``.
 
     Note:
+        A view that is made in the body of ``nn.jit`` draws dropout masks of its own:
+        make it outside, ``nn.jit(f)(nn.mirror(module), x)``.
         Asked for at the end of google/flax issue #1857. BYOL (Grill et al., 2020) and
         deep Q-learning (Mnih et al., 2015) have targets like these.
     """

@@ -314,7 +314,10 @@ class Frozen(Wrapper):
     hides an attribute of the same name, and special methods other than ``__call__``
     are not forwarded. ``__call__`` has the signature of the module's. ``nn.vjp``,
     ``nn.jvp`` and ``nn.custom_vjp`` take no module with a module in it: wrap inside of
-    them.
+    them. A ``Variable``, or a closure that holds modules, would be read later: the
+    wrapper raises where its module returns one. Of a method that returns a module in
+    the body of a scan, JAX raises ``UnexpectedTracerError``: read an attribute instead.
+    ``nn.intercept_methods`` sees the module, not the wrapper.
 
     Args:
         module: a Module instance, bound or not.

@@ -131,7 +131,8 @@ def scale_gradient(
         where: the parameters, as for ``map_cotangent``.
         factor: one number, traced or not, such as a schedule returns. It is converted
             to the dtype of the parameter. A factor of 0 computes a backward pass of
-            zeros; ``nn.stop_gradient`` computes none.
+            zeros; ``nn.stop_gradient`` computes none. Around a jitted function that was
+            made outside of the trace, a traced factor leaks: jit the whole step.
         collections: as for ``map_cotangent``.
         unused: as for ``map_cotangent``.
 

@@ -94,7 +94,9 @@ def stop_gradient(
             default.
         collections: the collections that ``where`` looks at, as in other parts of
             Flax; ``'params'`` by default. ``True`` leaves out
-            ``'_overwrite_with_gradient'``, whose new value *is* its gradient.
+            ``'_overwrite_with_gradient'``, whose new value *is* its gradient. A lifted
+            transform in the block returns the stored value of a selected variable, and
+            its body must not write one: leave such a collection out.
         unused: ``'raise'`` if a part of ``where`` matches no variable at the end of the
             block, ``'ignore'`` to let that pass.
         levels: how many levels of differentiation are stopped: None for all, 1 for the

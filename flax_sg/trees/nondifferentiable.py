@@ -189,6 +189,7 @@ class NonDifferentiable(operators(value_of)):
 
     JAX itself does not take it as an index, as a random key, or as an argument of
     ``jax.lax``: write ``x[n.value]``, ``jax.random.uniform(key.value)``.
+    ``jax.export`` cannot serialize it.
 
     Attributes:
         value: the value, behind ``jax.lax.stop_gradient``.

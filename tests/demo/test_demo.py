@@ -41,7 +41,7 @@ def infer_by_hand(model: Any, params: Any, images: Any, labels: Any, key: Any) -
 
     code = call((), 'sample', images, rngs={'sampler': key})
     return code, demo.Losses(
-        call(('gln_0', 'gln_1'), 'gln_loss', code, images, labels),
+        call(('reader_0', 'reader_1'), 'reader_loss', code, images, labels),
         call(('code_message', 'code_step'), 'code_loss', code, images),
         call(('explanation',), 'explanation_loss', code, images),
     )
@@ -88,14 +88,14 @@ def test_a_run_of_the_demo(monkeypatch, capsys):
     assert (
         table['code_message'] == table['code_step'] == ['stopped', 'trains', 'stopped']
     )
-    assert table['gln_0'] == ['trains', 'stopped', 'stopped']
-    assert table['gln_1'] == ['trains', '-', '-']  # Only labels are read with it.
+    assert table['reader_0'] == ['trains', 'stopped', 'stopped']
+    assert table['reader_1'] == ['trains', '-', '-']  # Only labels are read with it.
     assert lines[-5:] == [
-        '  gln          gln_0, gln_1',
+        '  reader       reader_0, reader_1',
         '  code         code_message, code_step',
         '  explanation  explanation',
         '',
-        'Held-out digits recognised: 0.900 (0.9 required)',
+        'The reader recognises 0.900 of the held-out digits (as expected).',
     ]
 
 
@@ -103,7 +103,7 @@ class NoBlocks(demo.DigitModel):
     def infer(self, observation, label):
         code = self.sample(observation)
         return code, demo.Losses(
-            self.gln_loss(code, observation, label),
+            self.reader_loss(code, observation, label),
             self.code_loss(code, observation),
             self.explanation_loss(code, observation),
         )
@@ -112,11 +112,14 @@ class NoBlocks(demo.DigitModel):
 def test_the_demo_fails_if_a_loss_trains_another_part(monkeypatch, capsys):
     status, lines = run(NoBlocks(**SIZE), 1.0, monkeypatch, capsys)
     assert status == 1
-    assert '  gln          code_message, code_step, explanation, gln_0, gln_1' in lines
+    assert (
+        '  reader       code_message, code_step, explanation, reader_0, reader_1'
+        in lines
+    )
 
 
 def test_the_demo_fails_if_the_model_has_not_learned(monkeypatch, capsys):
     status, lines = run(SMALL, None, monkeypatch, capsys)
     assert status == 1
     assert lines[-3].strip() == 'explanation  explanation'
-    assert lines[-1].startswith('Held-out digits recognised: 0.')
+    assert lines[-1].endswith('of the held-out digits (too few: 0.9 were expected).')

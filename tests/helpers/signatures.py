@@ -1,13 +1,69 @@
 """Signatures of public names as a page shows them: one line, with the defaults."""
 
 import inspect
+import re
 from types import ModuleType
 from typing import Any
 
 import flax_sg as sg
+from flax_sg.ahead import Precomputed
+from flax_sg.flow import GradientFlow, Why
+from flax_sg.summary import ModuleTable
+from flax_sg.testing.steps import Moves
 
 # Arguments that the library passes itself.
 NOT_FOR_USERS = {'self', 'rule', 'within', 'parent'}
+
+
+# What functions return, and what users ask of it.
+RETURNED: list[tuple[str, Any, str]] = [
+    (
+        'flow = sg.gradient_flow(...)',
+        GradientFlow,
+        'status_of why live outputs rows by_module plot',
+    ),
+    ('why = flow.why(...)', Why, 'status by lines uses condition'),
+    ('ahead = sg.precompute(...)', Precomputed, 'early late kept reads axes'),
+    ('moved = testing.moves(...)', Moves, 'status_of rows plot'),
+    ('table = sg.tabulate(...)', ModuleTable, 'rows'),
+]
+_ROWS: Any = getattr(sg, 'Rows', None)
+if _ROWS is not None:
+    RETURNED.append(('rows = sg.store(...)', _ROWS, '__len__ __getitem__ folder'))
+
+
+def returned() -> str:
+    """A table of what functions return: each attribute with the line that tells it."""
+    lines: list[str] = []
+    for call, cls, members in RETURNED:
+        lines.append(f'| **`{call}`** | |')
+        told = dict(attributes(inspect.getdoc(cls) or ''))
+        for member in members.split():
+            found = inspect.getattr_static(cls, member, None)
+            write = f'{call.split()[0]}.{member}'
+            if callable(found):
+                told[member] = inspect.getdoc(found) or ''
+                write = signature(found, write) or write
+                write = re.sub(r'(\w+)\.__len__\(\)', r'len(\1)', write)
+                write = re.sub(r'\.__getitem__\((.*)\)', r'[\1]', write)
+            elif isinstance(found, property):
+                told[member] = inspect.getdoc(found) or ''
+            text = told[member].partition('\n\n')[0].replace('\n', ' ')
+            text = text.replace('``', '`').rstrip('.').replace('|', '\\|')
+            lines.append(f'| `{write}` | {text[0].lower() + text[1:]} |')
+    return ''.join(f'{line}\n' for line in lines)
+
+
+def attributes(doc: str) -> list[tuple[str, str]]:
+    """The attributes that the docstring of a class lists, each with its first part."""
+    _, _, section = doc.partition('Attributes:\n')
+    section = re.split(r'\n\n', section)[0]
+    entries = re.findall(r'^    (\w[\w, ]*): ((?:.*\n?)(?:     .*\n?)*)', section, re.M)
+    return [
+        (name, re.sub(r'\s+', ' ', text).partition('. ')[0])
+        for names, text in entries
+        for name in names.split(', ')
+    ]
 
 
 def signatures(module: ModuleType, short: str, names: list[str]) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 import flax_sg
 from flax_sg import core, errors, filters, linen, testing
+from tests.helpers.signatures import returned as returned_objects
 from tests.helpers.signatures import signatures
 
 DOCS = Path(__file__).parents[2] / 'docs'
@@ -107,6 +108,20 @@ def test_the_signatures(
     assert written == ([made] if made else [])
 
 
+def test_the_returned_objects(request: pytest.FixtureRequest):
+    page = (DOCS / 'names.md').read_text()
+    made = returned_objects()
+    before, head, rest = page.partition('## Returned objects\n')
+    table = re.findall(r'\|---\|---\|\n((?:\|.*\n)*)', rest)[0]
+    if request.config.getoption('--rewrite'):
+        page = (
+            before + head + rest.replace(f'|---|---|\n{table}', f'|---|---|\n{made}', 1)
+        )
+        (DOCS / 'names.md').write_text(page)
+        return
+    assert table == made
+
+
 @each_module
 def test_the_reference(module: ModuleType, short: str, returned: set[str]):
     page = (DOCS / f'reference/{module.__name__.rpartition(".")[2]}.md').read_text()
@@ -169,3 +184,56 @@ def test_a_file_that_does_not_exist_is_found(tmp_path: Path):
     page = tmp_path / 'README.md'
     page.write_text('`there.py`, `gone.py`, [a](there.py#x), [b](lost.md), [c](#here)')
     assert missing(tmp_path, page) == ['gone.py', 'lost.md']
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page and of what it includes."""
+    text = page.read_text()
+    included = re.findall(r'^```\{include\} (.+)$', text, re.M)
+    text = re.sub(r'^```.*?^```$', '', text, flags=re.M | re.S)
+    titles = re.findall(r'^#{1,3} (.+)$', text, re.M)
+    made = {re.sub(r'[^\w -]', '', t.lower()).strip().replace(' ', '-') for t in titles}
+    return made.union(*(anchors(page.parent / name) for name in included))
+
+
+def lost_anchors(file: Path) -> list[str]:
+    """What a page, a docstring or a notebook links to, and no heading has."""
+    text = file.read_text()
+    if file.suffix == '.md':
+        text = re.sub(r'^```.*?^```$', '', text, flags=re.M | re.S)
+        links = re.findall(r'\]\(([^)#:\s]*)#([\w-]+)\)', text)
+    else:  # In a text or a comment, from here or from the root; or of the site.
+        links = re.findall(r'([\w./-]+\.(?:md|html))#([\w-]+)', text)
+    lost: list[str] = []
+    for name, anchor in links:
+        name = re.sub(r'.*?([\w-]+)\.html$', r'docs/\1.md', name)
+        pages = [file] if not name else [file.parent / name, ROOT / name]
+        found = [page for page in pages if page.is_file()]
+        if not found or anchor not in anchors(found[0]):
+            lost.append(f'{name}#{anchor}')
+    return lost
+
+
+WITH_LINKS = [
+    *EVERY_PAGE,
+    *(file for room in ROOMS for file in (ROOT / room).rglob('*.py')),
+    *(ROOT / 'notebooks').glob('*.ipynb'),
+]
+
+
+def test_every_anchor_that_is_linked_to_exists():
+    lost = {str(file.relative_to(ROOT)): lost_anchors(file) for file in WITH_LINKS}
+    lost.pop('tests/repository/test_docs.py')  # Examples, below.
+    assert {name: links for name, links in lost.items() if links} == {}
+
+
+def test_an_anchor_that_does_not_exist_is_found(tmp_path: Path):
+    page = tmp_path / 'page.md'
+    page.write_text('# The `sg.at` page\n\n```text\n## Not me\n```\n\n[a](#not-me)\n')
+    assert anchors(page) == {'the-sgat-page'}
+    assert lost_anchors(page) == ['#not-me']
+    code = tmp_path / 'code.py'
+    code.write_text(
+        '"""See page.md#the-sgat-page, page.md#gone, x/limits.html#gone."""'
+    )
+    assert lost_anchors(code) == ['page.md#gone', 'docs/limits.md#gone']

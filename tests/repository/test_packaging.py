@@ -59,7 +59,7 @@ def test_the_core_needs_exactly_four_packages(metadata: email.message.Message):
 
 def test_dev_brings_every_extra(metadata: email.message.Message):
     extras = set(metadata.get_all('Provides-Extra', []))
-    assert {'demo', 'pages', 'plot', 'test', 'lint', 'docs', 'package', 'dev'} <= extras
+    assert {'demo', 'plot', 'test', 'lint', 'docs', 'package', 'dev'} <= extras
     dev = set().union(*(requirements(metadata, extra) for extra in extras - {'dev'}))
     assert requirements(metadata, 'dev') == dev
 
