@@ -33,12 +33,12 @@ class Rows:
     Args:
         folder: the folder that ``sg.store`` was given.
 
+    Attributes:
+        folder: its absolute path.
+
     Raises:
         MissingRowsError: if it holds no rows.
     """
-
-    folder: str
-    """The absolute path of the folder."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.path.abspath(folder)
@@ -56,6 +56,7 @@ class Rows:
         return os.path.join(self.folder, name)
 
     def __len__(self) -> int:
+        """The number of rows."""
         return self._about.rows
 
     def __repr__(self) -> str:
