@@ -26,10 +26,8 @@ RETURNED: list[tuple[str, Any, str]] = [
     ('ahead = sg.precompute(...)', Precomputed, 'early late kept reads axes'),
     ('moved = testing.moves(...)', Moves, 'status_of rows plot'),
     ('table = sg.tabulate(...)', ModuleTable, 'rows'),
+    ('rows = sg.store(...)', sg.Rows, '__len__ __getitem__ folder'),
 ]
-_ROWS: Any = getattr(sg, 'Rows', None)
-if _ROWS is not None:
-    RETURNED.append(('rows = sg.store(...)', _ROWS, '__len__ __getitem__ folder'))
 
 
 def returned() -> str:
