@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
 from flax_sg.flow import pullback
 from flax_sg.flow.flat import Flat
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow
-from flax_sg.flow.traced import Traced, traced
+from flax_sg.flow.traced import Trace, trace_of
 from flax_sg.flow.uses import unclear, uses
 from flax_sg.flow.way import Way, way
 from flax_sg.flow.zeros import Mask
@@ -70,10 +68,9 @@ def gradient_flow(
             unbound module for its ``apply``.
         *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
             ``jax.eval_shape``). Arrays and numbers of Python are traced, since they may
-            be others at the next step; a bool is a flag. If the function asks for the
-            value of a number, as ``if step < k`` does, the report holds for this number
-            alone, and says so. Bind an array whose value it asks for:
-            ``functools.partial(fun, ...)``.
+            be others at the next step, as under ``jax.jit``; a bool is a flag. Bind a
+            number whose value it asks for, as ``range(n)`` does:
+            ``functools.partial(fun, n=12)``.
         argnums: which arguments hold the parameters, by default the first. With a tuple
             of them each path begins with the position: ``'1/kernel'``.
         has_aux: whether ``fun`` returns ``(outputs, aux)``. The report leaves ``aux``
@@ -89,7 +86,8 @@ def gradient_flow(
     Raises:
         ArgumentTypeError: if the function returns nothing, or has no arrays there.
         ArgumentTypeError: if a parameter goes into a host callback, a mutable array or
-            a primitive that JAX cannot differentiate.
+            a primitive that JAX cannot differentiate; if the function asks for the
+            value of a number.
         UnusedFilterError: if a part of ``wrt`` matches no leaf.
         ArgumentTypeError: if ``argnums`` names no positions, or one twice.
 
@@ -97,49 +95,19 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    return traced_and_told(fun, args, argnums, has_aux, wrt, kwargs)[1]
+    return report_on(trace_of(fun, args, argnums, has_aux, wrt, kwargs))
 
 
-def traced_and_told(*call: Any) -> tuple[Traced, GradientFlow]:
-    """The trace of a function and the report on it, for the arguments of ``traced``.
-
-    For a traced number a function may do something else without a word: so do
-    ``f'layer_{n}'`` and ``isinstance(n, int)``, and a loop of ``n`` turns has no
-    derivative. So it is traced with the numbers as constants, too. If it trains more
-    then, or has a derivative only then, the report holds for these numbers alone.
-    """
-    trace = traced(*call)
-    if not trace.takes_numbers:
-        return trace, _report_on(trace)
-    fixed = report_of_fixed = None
-    with contextlib.suppress(Exception):
-        fixed = traced(*call, is_fixed=True)
-        report_of_fixed = _report_on(fixed)
-    if fixed is None or report_of_fixed is None:
-        return trace, _report_on(trace)
-    try:
-        report = _report_on(trace)
-    except errors.ArgumentTypeError:
-        return fixed, report_of_fixed
-    trains_more = any(
-        filters.is_meant(report_of_fixed.trained(n))
-        and not filters.is_meant(report.trained(n))
-        for n in range(len(report.parameters))
-    )
-    is_same = report_of_fixed.outputs == report.outputs and not trains_more
-    return (trace, report) if is_same else (fixed, report_of_fixed.joined(report))
-
-
-def _report_on(trace: Traced) -> GradientFlow:
+def report_on(trace: Trace) -> GradientFlow:
     """The report on a function that was traced."""
     try:
         return _report(trace)
     except pullback.RefusedError as error:
         cause = error.__cause__
-        raise _refused(trace.program, cause) from cause
+        raise _refused(trace, cause) from cause
 
 
-def _report(trace: Traced) -> GradientFlow:
+def _report(trace: Trace) -> GradientFlow:
     program, outputs, parameters = trace.program, trace.outputs, trace.parameters
     zeros = unread = _zeros(trace)
     if any(zero.any() and not zero.all() for row in zeros for zero in row):
@@ -180,11 +148,10 @@ def _report(trace: Traced) -> GradientFlow:
         explain,
         trace.arguments,
         tuple(tuple(line for *_, line in row) for row in cells),
-        tuple(f'{name}={value}' for name, value in trace.numbers.items()),
     )
 
 
-def _zeros(trace: Traced) -> list[list[Mask]]:
+def _zeros(trace: Trace) -> list[list[Mask]]:
     """For each output, and each parameter, the elements whose gradient is zero."""
     slots = [slot for each in trace.parameters for slot in each.slots]
     rows = pullback.zero_gradients(trace.program, slots)
@@ -198,17 +165,19 @@ def _zeros(trace: Traced) -> list[list[Mask]]:
     ]
 
 
-def _refused(
-    program: ClosedJaxpr, error: BaseException | None
-) -> errors.ArgumentTypeError:
+def _refused(trace: Trace, error: BaseException | None) -> errors.ArgumentTypeError:
     """JAX cannot differentiate an output: says where, and what would pass there."""
-    equations = pullback.culprit(program, error)
+    equations = pullback.culprit(trace.program, error)
+    name = equations[-1].primitive.name if equations else ''
     lines = filter(None, map(jaxprs.source_of, reversed(equations)))
     problem = 'it'
     if equations:
-        problem = f'{equations[-1].primitive.name} at {next(lines, UNKNOWN)}'
+        problem = f'{name} at {next(lines, UNKNOWN)}'
+    write = 'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
+    if name == 'while' and trace.constant:
+        write = f'If a number is how often it turns, {trace.constant}.'
     return errors.ArgumentTypeError(
         f'A gradient would pass through {problem}, which JAX cannot differentiate.\n'
         'If none should come back from there, apply jax.lax.stop_gradient before.\n'
-        'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
+        f'{write}'
     )

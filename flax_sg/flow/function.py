@@ -53,6 +53,8 @@ class Function:
             )
         self.run: Callable[..., PyTree] = fun.apply if is_module else fun
         self.name = type(fun).__name__ if is_module else predicates.describe(fun)
+        called = getattr(fun, '__name__', 'fun').strip('<>')
+        self.called = 'model.apply' if is_module else called.replace('lambda', 'fun')
         self.may_have_aux = False
         self._is_module = is_module
         self._has_aux = has_aux

@@ -8,13 +8,13 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, listed
-from flax_sg.flow.analysis import traced_and_told
+from flax_sg.flow.analysis import report_on
 from flax_sg.flow.report import STOPPED, GradientFlow
-from flax_sg.flow.traced import Traced
+from flax_sg.flow.traced import Trace, trace_of
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.types import PyTree
-from flax_sg.trees.leaves import arguments_of, is_array, is_differentiable
+from flax_sg.trees.leaves import arguments_of, is_array
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -46,13 +46,11 @@ def live(
     >>> sg.mask(params, frozen=~live)
     {'body': True, 'head': False}
 
-    The function is traced here, on shapes, and again when it is differentiated; with
-    numbers of Python among its arguments it is traced here more than once. The filter
-    is used at all steps, so numbers and arrays among the arguments may be any. Where
-    the function asks for a number (``if step < k``), the filter holds for that number
-    alone, and a warning names it. In doubt a parameter counts as trained. The text and
-    the type of a number (``f'{step}'``) are those of a tracer, as under ``jax.jit``: if
-    they decide what is trained, bind it with ``functools.partial``.
+    The function is traced here, on shapes, and again when it is differentiated. The
+    filter is used at all steps, so numbers and arrays among the arguments may be any,
+    as under ``jax.jit``. In doubt a parameter counts as trained. If a number of Python
+    decides in Python what is trained, as in ``range(n)`` or ``f'layer_{n}'``, bind it:
+    ``functools.partial(fun, n=12)``.
 
     Args:
         fun: a function of pytrees, or an unbound module for its ``apply``:
@@ -97,8 +95,8 @@ def live(
             'The filter names parameters of the first argument: give the model there.\n'
             'Write sg.live(loss, model, x), with a function loss(model, x).'
         )
-    call = fun, (params, *args), argnums, has_aux, wrt, kwargs
-    trace, report = traced_and_told(*call)
+    trace = trace_of(fun, (params, *args), argnums, has_aux, wrt, kwargs)
+    report = report_on(trace)
     trees = arguments_of((params, *args), argnums).values()
     asked = frozenset(path.place for tree in trees for path in tree.paths)
     parts = [*_parts(report, asked)]
@@ -131,43 +129,17 @@ def _parts(
         yield variables & decision.elements if is_part else variables
 
 
-def _doubts(trace: Traced, report: GradientFlow) -> Iterator[str]:
+def _doubts(trace: Trace, report: GradientFlow) -> Iterator[str]:
     """Yields what is to be said of a filter that may be another one at a later step."""
     every = range(len(report.names))
     if not any(report.live):
         yield _nothing(report)
-    untrained = [
-        report.names[n]
-        for n in every
-        if filters.is_meant(trace.parameters[n].wanted)
-        if is_differentiable(report.shapes[n])
-        if report.trained(n) is not True
-    ]
-    if trace.numbers and untrained:
-        yield _for_numbers(trace, report, untrained)
     by_rest = [n for n in every if report.trained(n) != report.trained(n, [0])]
     if trace.may_have_aux and by_rest:
         yield _by_rest(trace, [report.names[n] for n in by_rest])
 
 
-def _for_numbers(trace: Traced, report: GradientFlow, untrained: Sequence[str]) -> str:
-    """What to say if a number may decide what a function trains."""
-    argument, _, inside = next(iter(trace.numbers)).partition('/')
-    bind = f'bind it: functools.partial(fun, {argument}=...)'
-    if inside:
-        bind = f'let the function close over it, and leave it out of {argument}'
-    return (
-        f'sg.live: {trace.name} asks for the value of {listed([*trace.numbers])}, so '
-        f'the filter holds for {", ".join(report.numbers)} alone.\n'
-        f'With it {listed(untrained)} is not trained, or in part. If another step '
-        'trains that, sg.freeze(tx, ~live) keeps it frozen all the same.\n'
-        'Write what JAX can trace: jnp.where(step < k, a, b), or a block of '
-        'sg.where(where) & (step < k).\n'
-        f'If the number never changes, {bind}.'
-    )
-
-
-def _by_rest(trace: Traced, names: Sequence[str]) -> str:
+def _by_rest(trace: Trace, names: Sequence[str]) -> str:
     """What to say if only what stands behind the first output trains a parameter."""
     return (
         f'sg.live: {trace.name} returns a tuple, and its first output alone does not '

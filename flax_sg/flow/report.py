@@ -110,8 +110,6 @@ class GradientFlow(Shown):
         conditions: for each output, and in it for each parameter, the line that stops
             it by a condition, ``where & (step < k)``; ``''`` if none does. Such a
             parameter ``'flows'``.
-        numbers: the numbers among the arguments for which alone the report holds, as
-            ``'step=0'``: the function asks for their values.
     """
 
     title = 'Which output trains which part'
@@ -126,38 +124,10 @@ class GradientFlow(Shown):
     )
     arguments: tuple[tuple[int, str], ...] = ()
     conditions: tuple[tuple[str, ...], ...] = ()
-    numbers: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs cannot be pickled.
         return {**self.__dict__, 'explain': _no_way}
-
-    def joined(self, other: GradientFlow) -> GradientFlow:
-        """The report in which what another one trains counts as trained, too.
-
-        Args:
-            other: a report on the same parameters; of other outputs it says nothing.
-        """
-        if self.outputs != other.outputs:
-            return self
-        every = range(len(self.outputs)), range(len(self.parameters))
-
-        def of(k: int, n: int) -> GradientFlow:
-            return self if self.status[k][n] in (FLOWS, PARTLY) else other
-
-        def cells(field: str) -> Any:
-            rows = (
-                (getattr(of(k, n), field)[k][n] for n in every[1]) for k in every[0]
-            )
-            return tuple(map(tuple, rows))
-
-        return dataclasses.replace(
-            self,
-            status=cells('status'),
-            parts=cells('parts'),
-            conditions=cells('conditions'),
-            explain=lambda n, k: of(k, n).explain(n, k),
-        )
 
     def status_of(self, output: str, parameter: str) -> str:
         """How an output treats a parameter, one of the words of ``status``.
@@ -365,8 +335,6 @@ class GradientFlow(Shown):
             pairs = (f'{name} is {n}' for n, name in self.arguments)
             lines.append(f'In paths and filters, {", ".join(pairs)}.')
         lines += by_condition(self.conditions, self._labels)
-        if self.numbers:
-            lines.append(f'It holds for {", ".join(self.numbers)} alone.')
         idle: dict[bool, list[str]] = {}
         for n in every:
             if self.trained(n) is False:

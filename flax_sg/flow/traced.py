@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -14,6 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.function import Function, names_of_arguments
 from flax_sg.internals.jaxprs import BLOCK
@@ -36,7 +38,7 @@ class Parameter(NamedTuple):
     wanted: bool | filters.Part
 
 
-class Traced(NamedTuple):
+class Trace(NamedTuple):
     """A function that was traced on shapes.
 
     Attributes:
@@ -47,11 +49,10 @@ class Traced(NamedTuple):
         arguments: if several arguments hold parameters, the position of each, and the
             name that the function gives it.
         name: what the user calls the function.
-        numbers: the numbers of Python whose values the function asks for, by their
-            names. The program has been traced for these values.
         may_have_aux: whether the function returns a tuple that begins with one number,
             as ``(loss, new_statistics)``.
-        takes_numbers: whether a number of Python is an input of the program.
+        constant: what to write for the first int that never changes; ``''`` if there is
+            no int.
     """
 
     program: ClosedJaxpr
@@ -59,32 +60,27 @@ class Traced(NamedTuple):
     parameters: list[Parameter]
     arguments: tuple[tuple[int, str], ...]
     name: str
-    numbers: dict[str, Any]
     may_have_aux: bool
-    takes_numbers: bool
+    constant: str
 
 
-def traced(
+def trace_of(
     fun: Callable[..., Any],
     args: Sequence[Any],
     argnums: int | Sequence[int],
     has_aux: bool,
     wrt: filters.Where | Declared,
     kwargs: Kwargs,
-    is_fixed: bool = False,
-) -> Traced:
-    """Traces a function and finds its parameters; see ``gradient_flow``.
-
-    With ``is_fixed`` all numbers of Python are constants.
-    """
+) -> Trace:
+    """Traces a function and finds its parameters; see ``gradient_flow``."""
     function = Function(fun, args, has_aux, kwargs)
     if not isinstance(wrt, Declared):
         wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
-    arguments = _Arguments(args, kwargs, argnums, wrt)
-    if not arguments.hold_parameters():
+    inputs = _Inputs(function, args, kwargs, argnums, wrt)
+    if not inputs.of_parameters:
         raise errors.ArgumentTypeError(
             f'{function.name} has no parameters: argument '
-            f'{", ".join(map(str, arguments.own))} holds no arrays.\n'
+            f'{", ".join(map(str, inputs.own))} holds no arrays.\n'
             'Give arrays or their shapes, and say which argument holds them: argnums=1.'
         )
     outputs: list[str] = []
@@ -92,43 +88,30 @@ def traced(
     # JAX's errors name the function of the user.
     @functools.wraps(function.run, updated=())
     def of_arrays(arrays: dict[_Key, Array]) -> list[Array]:
-        outputs[:], leaves = function.outputs(*arguments.restored(arrays))
+        outputs[:], leaves = function.outputs(*inputs.restored(arrays))
         return leaves
 
-    program = _program(jax.make_jaxpr(of_arrays), arguments, is_fixed)
+    try:
+        program = jax.make_jaxpr(of_arrays)(inputs.leaves)
+    except Exception as error:
+        if numbers := inputs.asked_for(str(error)):
+            raise inputs.are_traced(numbers) from error
+        raise
     if not outputs:
         raise errors.ArgumentTypeError(
             f'{function.name} returns nothing: no gradient can come from there.\n'
             'Return the loss, or several in a dict.'
         )
-    names = names_of_arguments(function.run)
-    own = () if isinstance(argnums, int) else arguments.own
-    return Traced(
+    own = () if isinstance(argnums, int) else inputs.own
+    return Trace(
         program,
         tuple(outputs),
-        arguments.parameters(),
-        tuple((n, names[n]) for n in own if n in names),
+        inputs.parameters(),
+        tuple((n, inputs.names[n]) for n in own if n in inputs.names),
         function.name,
-        arguments.constant_numbers(names),
         function.may_have_aux,
-        not arguments.numbers.keys().isdisjoint(arguments.inputs),
+        next(map(inputs.constant, inputs.ints), ''),
     )
-
-
-def _program(
-    trace: Callable[..., ClosedJaxpr], arguments: _Arguments, is_fixed: bool
-) -> ClosedJaxpr:
-    """The program; numbers whose values the function asks for are constants in it."""
-    every = arguments.inputs
-
-    def of(numbers: Collection[_Key]) -> tuple[ClosedJaxpr, dict[_Key, Any]]:
-        constants = arguments.numbers.keys() - {*numbers}
-        inputs = {key: every[key] for key in every if key not in constants}
-        return trace(inputs), inputs
-
-    numbers = () if is_fixed else [*arguments.numbers]
-    program, arguments.inputs = with_numbers(numbers, of) or of(())
-    return program
 
 
 _K = TypeVar('_K')
@@ -171,25 +154,33 @@ _NUMBERS = int, float, complex
 _Key: TypeAlias = tuple[int, int]
 
 
-class _Arguments:
-    """The arguments of a function, of which some hold its parameters.
+class _Inputs:
+    """The arguments of a function, as the inputs of its program.
 
     Attributes:
         own: the arguments that hold parameters, by their position.
-        inputs: the leaves that are traced. All others are constants of the program.
-        numbers: those of the leaves that are numbers of Python, and no parameters. The
-            weight of a loss, or a step, may be 0 now, and another number later.
+        leaves: the leaves that are traced. All others are constants of the program.
+        numbers: those that are one number of Python or NumPy. The weight of a loss, or
+            a step, may be 0 now, and another number later.
+        ints: the ints among these, such as a step beside the parameters.
+        of_parameters: the leaves that hold parameters.
+        names: the names of the arguments, by their position; those that are given by
+            name stand behind.
     """
 
     def __init__(
         self,
+        function: Function,
         args: Sequence[Any],
         kwargs: Kwargs,
         argnums: int | Sequence[int],
         wrt: filters.Filter | Declared,
     ) -> None:
         self.own = arguments_of(args, argnums)
-        everything = enumerate((*args, kwargs))
+        self.names = names_of_arguments(function.run)
+        self.names |= enumerate(kwargs, len(args))
+        self._function, self._keywords = function, list(kwargs)
+        everything = enumerate((*args, *kwargs.values()))
         self._trees = [self.own.get(n) or leaves_of(arg) for n, arg in everything]
         decisions = dict(zip(self.own, chosen([*self.own.values()], wrt), strict=True))
         # For each leaf of ``own``: its path, and whether ``wrt`` means it, or a part.
@@ -200,62 +191,83 @@ class _Arguments:
                 zip(tree.paths, decisions[n], strict=True)
             )
         }
-        self.inputs: dict[_Key, Any] = {
+        self.leaves: dict[_Key, Any] = {
             (n, k): leaf
             for n, tree in enumerate(self._trees)
             for k, leaf in enumerate(tree.values)
             if holds_arrays(leaf) or type(leaf) in _NUMBERS
         }
-        self.numbers = {
-            (n, k): leaf
-            for (n, k), leaf in self.inputs.items()
-            if _is_number(leaf) and not (n in self.own and is_differentiable(leaf))
-        }
+        self.numbers = {k: leaf for k, leaf in self.leaves.items() if _is_number(leaf)}
+        self.ints = [k for k, x in self.numbers.items() if not is_differentiable(x)]
+        of_own = {key for key in self.leaves if key[0] in self.own}
+        self.of_parameters = of_own.difference(self.ints)
 
-    def hold_parameters(self) -> bool:
-        """Whether there is anything to differentiate."""
-        return any(n in self.own for n, _ in {*self.inputs} - {*self.numbers})
+    def asked_for(self, error: str) -> list[_Key]:
+        """The numbers whose values a function asks for, as the text of an error tells.
 
-    def constant_numbers(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """The numbers that are no inputs, by their names.
-
-        Args:
-            names: the names of the arguments, by their position.
+        JAX names all inputs that a value depends on: ``args[0][(1, 0)]``. Others, such
+        as a dict without this key, tell that it is a tracer: of an int, in most cases.
         """
-        return {
-            self._name_of((n, k), names): number
-            for (n, k), number in self.numbers.items()
-            if (n, k) not in self.inputs
-        }
+        if not re.search('trace[rd]', error, re.IGNORECASE):
+            return []
+        found = re.findall(r'\[\((\d+), (\d+)\)\]', error)
+        keys = [(int(n), int(k)) for n, k in found] or self.ints or [*self.numbers]
+        return keys if all(key in self.numbers for key in keys) else []
 
-    def _name_of(self, key: _Key, names: Mapping[int, str]) -> str:
+    def are_traced(self, numbers: Sequence[_Key]) -> errors.ArgumentTypeError:
+        """The error for a function that asks for the values of numbers."""
+        names = listed([self._name_of(key) for key in numbers])
+        return errors.ArgumentTypeError(
+            f'{self._function.name} asks for the value of {names}.\n'
+            'A number of Python is traced, as under jax.jit: it may be another one at '
+            'the next step.\n'
+            f'If it never changes, {self.constant(numbers[0])}.'
+        )
+
+    def constant(self, number: _Key) -> str:
+        """What to write for a number that never changes."""
+        n, fun = number[0], self._function.called
+        argument, _, inside = self._name_of(number).partition('/')
+        if n in self.own or any(x == n for x, _ in self.leaves.keys() - self.numbers):
+            return f'leave {inside} out of {argument}, and let {fun} close over it'
+        if n not in self.names:
+            return f'write a lambda that gives it to {fun}'
+        value = argument if inside else repr(self.numbers[number])
+        by_position = range(n + 1, len(self._trees) - len(self._keywords))
+        after = [self.names[k] for k in by_position if k in self.names]
+        by_name = f', and give {listed(after)} by name' if after else ''
+        return f'write functools.partial({fun}, {argument}={value}){by_name}'
+
+    def _name_of(self, key: _Key) -> str:
         """What a user calls a leaf of the arguments: ``'step'``, ``'config/steps'``."""
         n, k = key
         keys = self._trees[n].key_paths[k]
         path = jax.tree_util.keystr(keys, simple=True, separator='/')
-        if n == len(self._trees) - 1:  # A keyword argument.
-            return path
-        return '/'.join(filter(None, (names.get(n, f'argument {n}'), path)))
+        return '/'.join(filter(None, (self.names.get(n, f'argument {n}'), path)))
 
     def restored(self, arrays: Mapping[_Key, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments and keyword arguments, with tracers in place of ``inputs``."""
-        *args, kwargs = (
+        """The arguments and keyword arguments, with tracers in place of ``leaves``."""
+        trees = [
             tree.restore(
                 self._selected((n, k), arrays[n, k]) if (n, k) in arrays else leaf
                 for k, leaf in enumerate(tree.values)
             )
             for n, tree in enumerate(self._trees)
-        )
-        return args, kwargs
+        ]
+        first = len(trees) - len(self._keywords)
+        return trees[:first], dict(zip(self._keywords, trees[first:], strict=True))
 
     def _selected(self, key: _Key, array: Array) -> Array:
         """An input, stopped where ``wrt`` does not mean it.
 
-        An argument that is not differentiated needs no stop.
+        An argument that is not differentiated needs no stop. A float of Python that
+        is left out is what it is: the field of a model, whose value a method may ask.
         """
         if key not in self._decisions:
             return array
         path, decision = self._decisions[key]
+        if decision is False and type(self.leaves[key]) is float:
+            return self.leaves[key]
         return array if decision is True else _stopped(array, decision, path)
 
     def parameters(self) -> list[Parameter]:
@@ -267,9 +279,7 @@ class _Arguments:
             for (key, (path, decision)), is_state in zip(
                 self._decisions.items(), of_state, strict=True
             )
-            if key in slots
-            and key not in self.numbers
-            and not _is_left_out(decision, is_state)
+            if key in self.of_parameters and not _is_left_out(decision, is_state)
         ]
 
     def _slots(self) -> dict[_Key, tuple[int, ...]]:
@@ -277,7 +287,7 @@ class _Arguments:
         indices = itertools.count()
         return {
             key: tuple(itertools.islice(indices, len(jax.tree.leaves(leaf))))
-            for key, leaf in self.inputs.items()
+            for key, leaf in self.leaves.items()
         }
 
 

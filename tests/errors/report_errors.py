@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as fnn
@@ -66,7 +67,19 @@ def called_back(params: Any) -> Any:
     return jax.pure_callback(jnp.sin, product, product)
 
 
+def of_layers(params: Any, depth: int, x: jax.Array) -> jax.Array:
+    for _ in range(depth):
+        x = jnp.tanh(params['body'] @ x)[:3]
+    return x @ params['head']
+
+
 CASES: dict[str, Any] = {
+    'a number whose value is asked for': (
+        lambda: sg.live(of_layers, PARAMS, 2, jnp.ones(3)),
+        lambda: sg.live(
+            functools.partial(of_layers, depth=2), PARAMS, x=jnp.ones(3)
+        ),
+    ),
     'a depth of a table': lambda: sg.tabulate(Layer(), jnp.ones(2), depth='all'),
     'another program': lambda: testing.assert_same_program(
         jnp.sin, jnp.negative, SHAPES
