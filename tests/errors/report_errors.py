@@ -76,9 +76,7 @@ def of_layers(params: Any, depth: int, x: jax.Array) -> jax.Array:
 CASES: dict[str, Any] = {
     'a number whose value is asked for': (
         lambda: sg.live(of_layers, PARAMS, 2, jnp.ones(3)),
-        lambda: sg.live(
-            functools.partial(of_layers, depth=2), PARAMS, x=jnp.ones(3)
-        ),
+        lambda: sg.live(functools.partial(of_layers, depth=2), PARAMS, x=jnp.ones(3)),
     ),
     'a depth of a table': lambda: sg.tabulate(Layer(), jnp.ones(2), depth='all'),
     'another program': lambda: testing.assert_same_program(
