@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -95,21 +95,26 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    return report_on(trace_of(fun, args, argnums, has_aux, wrt, kwargs))
+    call = 'sg.gradient_flow(loss, params)'
+    return report_on(trace_of(call, fun, args, argnums, has_aux, wrt, kwargs))
 
 
-def report_on(trace: Trace) -> GradientFlow:
-    """The report on a function that was traced."""
+def report_on(trace: Trace, is_one: bool = False) -> GradientFlow:
+    """The report on a function that was traced.
+
+    With ``is_one`` it tells what all outputs train together. If the first one trains
+    all that any of them does, of the others it says the same.
+    """
     try:
-        return _report(trace)
+        return _report(trace, is_one)
     except pullback.RefusedError as error:
         cause = error.__cause__
         raise _refused(trace, cause) from cause
 
 
-def _report(trace: Trace) -> GradientFlow:
+def _report(trace: Trace, is_one: bool) -> GradientFlow:
     program, outputs, parameters = trace.program, trace.outputs, trace.parameters
-    zeros = unread = _zeros(trace)
+    zeros = unread = (is_one and _zeros_of_first(trace)) or _zeros(trace)
     if any(zero.any() and not zero.all() for row in zeros for zero in row):
         # Without stops, the zeros are the elements that an output does not read.
         without = pullback.without_stops(program)
@@ -151,11 +156,36 @@ def _report(trace: Trace) -> GradientFlow:
     )
 
 
-def _zeros(trace: Trace) -> list[list[Mask]]:
-    """For each output, and each parameter, the elements whose gradient is zero."""
+def _zeros_of_first(trace: Trace) -> list[list[Mask]] | None:
+    """The same as ``_zeros``, if the first output stands for all of them.
+
+    Statistics beside a loss are many outputs, and each proof takes as long as the
+    first. The gradients of all outputs together are zero where each of them is: so no
+    other output trains more, if each parameter has none from all of them, or a gradient
+    to each element from the first. Where the first stops a part, others may not.
+    """
+    count = len(trace.outputs)
+    if count < 3:
+        return None
+    [first], [every] = _zeros(trace, [[0]]), _zeros(trace, [range(count)])
+    pairs = [*zip(first, every, strict=True)]
+    is_alike = all(zero.all() or not one.any() for one, zero in pairs)
+    return [first] * count if is_alike else None
+
+
+def _zeros(
+    trace: Trace, groups: Iterable[Sequence[int]] | None = None
+) -> list[list[Mask]]:
+    """For each output, and each parameter, the elements whose gradient is zero.
+
+    Args:
+        trace: the function.
+        groups: the outputs that count together; by default each alone.
+    """
     slots = [slot for each in trace.parameters for slot in each.slots]
-    rows = pullback.zero_gradients(trace.program, slots)
-    masks = [dict(zip(slots, row, strict=True)) for row in rows]
+    groups = groups or [[n] for n in range(len(trace.outputs))]
+    found = [pullback.zero_gradients(trace.program, slots, group) for group in groups]
+    masks = [dict(zip(slots, row, strict=True)) for row in found]
     return [
         [
             functools.reduce(np.logical_and, (mask_of[slot] for slot in each.slots))

@@ -95,8 +95,9 @@ def live(
             'The filter names parameters of the first argument: give the model there.\n'
             'Write sg.live(loss, model, x), with a function loss(model, x).'
         )
-    trace = trace_of(fun, (params, *args), argnums, has_aux, wrt, kwargs)
-    report = report_on(trace)
+    call = 'sg.live(loss, params)'
+    trace = trace_of(call, fun, (params, *args), argnums, has_aux, wrt, kwargs)
+    report = report_on(trace, is_one=True)
     trees = arguments_of((params, *args), argnums).values()
     asked = frozenset(path.place for tree in trees for path in tree.paths)
     parts = [*_parts(report, asked)]
@@ -132,7 +133,14 @@ def _parts(
 def _doubts(trace: Trace, report: GradientFlow) -> Iterator[str]:
     """Yields what is to be said of a filter that may be another one at a later step."""
     every = range(len(report.names))
-    if not any(report.live):
+    if trace.returns_parameters:
+        yield (
+            f'sg.live: {trace.name} returns a tree like its parameters: gradients, or '
+            'new parameters, and no loss.\n'
+            'The filter names what these depend on, and not what the loss trains.\n'
+            'Write sg.live(loss, params), with the function that jax.grad is given.'
+        )
+    elif not any(report.live):
         yield _nothing(report)
     by_rest = [n for n in every if report.trained(n) != report.trained(n, [0])]
     if trace.may_have_aux and by_rest:

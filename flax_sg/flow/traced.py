@@ -17,10 +17,10 @@ from jax.extend.core import ClosedJaxpr
 from flax_sg import errors, filters
 from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
-from flax_sg.flow.function import Function, names_of_arguments
+from flax_sg.flow.function import Function, names_of_arguments, outputs_of
 from flax_sg.internals.jaxprs import BLOCK
-from flax_sg.internals.types import Array, Kwargs, Leaf
-from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of
+from flax_sg.internals.types import Array, Kwargs, Leaf, PyTree
+from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of, shape_of
 from flax_sg.trees.trainable import Declared, chosen, states
 
 
@@ -51,6 +51,8 @@ class Trace(NamedTuple):
         name: what the user calls the function.
         may_have_aux: whether the function returns a tuple that begins with one number,
             as ``(loss, new_statistics)``.
+        returns_parameters: whether it returns a tree like its parameters, as
+            ``jax.grad`` does.
         constant: what to write for the first int that never changes; ``''`` if there is
             no int.
     """
@@ -61,10 +63,12 @@ class Trace(NamedTuple):
     arguments: tuple[tuple[int, str], ...]
     name: str
     may_have_aux: bool
+    returns_parameters: bool
     constant: str
 
 
 def trace_of(
+    call: str,
     fun: Callable[..., Any],
     args: Sequence[Any],
     argnums: int | Sequence[int],
@@ -72,8 +76,11 @@ def trace_of(
     wrt: filters.Where | Declared,
     kwargs: Kwargs,
 ) -> Trace:
-    """Traces a function and finds its parameters; see ``gradient_flow``."""
-    function = Function(fun, args, has_aux, kwargs)
+    """Traces a function and finds its parameters; see ``gradient_flow``.
+
+    Before its arguments comes what the user calls: ``'sg.live(loss, params)'``.
+    """
+    function = Function(call, fun, has_aux, kwargs)
     if not isinstance(wrt, Declared):
         wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
     inputs = _Inputs(function, args, kwargs, argnums, wrt)
@@ -81,14 +88,18 @@ def trace_of(
         raise errors.ArgumentTypeError(
             f'{function.name} has no parameters: argument '
             f'{", ".join(map(str, inputs.own))} holds no arrays.\n'
-            'Give arrays or their shapes, and say which argument holds them: argnums=1.'
+            f'Write {call}, with arrays or their shapes; argnums=1 says which argument '
+            'holds them.'
         )
     outputs: list[str] = []
+    returns_parameters: list[bool] = []
 
     # JAX's errors name the function of the user.
     @functools.wraps(function.run, updated=())
     def of_arrays(arrays: dict[_Key, Array]) -> list[Array]:
-        outputs[:], leaves = function.outputs(*inputs.restored(arrays))
+        out = function.returned(*inputs.restored(arrays))
+        returns_parameters.append(inputs.are_like(out))
+        outputs[:], leaves = outputs_of(out)
         return leaves
 
     try:
@@ -100,7 +111,7 @@ def trace_of(
     if not outputs:
         raise errors.ArgumentTypeError(
             f'{function.name} returns nothing: no gradient can come from there.\n'
-            'Return the loss, or several in a dict.'
+            f'Return the loss, or several in a dict, and write {call}.'
         )
     own = () if isinstance(argnums, int) else inputs.own
     return Trace(
@@ -110,6 +121,7 @@ def trace_of(
         tuple((n, inputs.names[n]) for n in own if n in inputs.names),
         function.name,
         function.may_have_aux,
+        returns_parameters == [True],
         next(map(inputs.constant, inputs.ints), ''),
     )
 
@@ -237,6 +249,23 @@ class _Inputs:
         after = [self.names[k] for k in by_position if k in self.names]
         by_name = f', and give {listed(after)} by name' if after else ''
         return f'write functools.partial({fun}, {argument}={value}){by_name}'
+
+    def are_like(self, out: PyTree) -> bool:
+        """Whether what a function returns has the names and shapes of its parameters.
+
+        One array may be like another by chance. ``jax.value_and_grad`` returns a pair.
+        """
+        parts = [out, *out[1:2]] if type(out) is tuple else [out]
+        own = {
+            path: shape_of(self.leaves[key])
+            for key, (path, is_meant) in self._decisions.items()
+            if is_meant is not False
+        }
+        found = [
+            {path: shape_of(x) for path, x in leaves_of(part) if is_differentiable(x)}
+            for part in parts
+        ]
+        return bool(own) and '' not in own and own in found
 
     def _name_of(self, key: _Key) -> str:
         """What a user calls a leaf of the arguments: ``'step'``, ``'config/steps'``."""
