@@ -96,7 +96,12 @@ def gradient_flow(
         result is that of symbolic zeros in ``jax.jvp``.
     """
     call = 'sg.gradient_flow(loss, params)'
-    return report_on(trace_of(call, fun, args, argnums, has_aux, wrt, kwargs))
+    return report_of(call, fun, args, argnums, has_aux, wrt, kwargs)
+
+
+def report_of(*call: Any) -> GradientFlow:
+    """The report on a function, for the arguments of ``trace_of``."""
+    return report_on(trace_of(*call))
 
 
 def report_on(trace: Trace, is_one: bool = False) -> GradientFlow:

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import errors as flax_errors
 from flax import linen
-from flax.errors import FlaxError
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief, shown, wrong_argument
@@ -22,6 +22,14 @@ from flax_sg.trees.leaves import path_of
 
 # The name of an output that is not in a tree.
 ALONE = 'output'
+
+# What Flax raises for a part of the variables, and for an array.
+_WITHOUT_VARIABLES = (
+    flax_errors.ApplyScopeInvalidVariablesTypeError,
+    flax_errors.ScopeCollectionNotFound,
+    flax_errors.ScopeParamNotFoundError,
+    TypeError,
+)
 
 
 class Function:
@@ -64,9 +72,11 @@ class Function:
         """Calls it; what it returns, without ``aux`` and what a module writes."""
         try:
             out = self.run(*args, **kwargs)
-        except FlaxError as error:
-            has_params = isinstance(args[0], Mapping) and 'params' in args[0]
-            if has_params or self._module is None:
+        except _WITHOUT_VARIABLES as error:
+            has_all = isinstance(args[0], Mapping) and (
+                'params' in args[0] or isinstance(error, TypeError)
+            )
+            if self._module is None or has_all:
                 raise
             raise errors.ArgumentTypeError(
                 f'{type(self._module).__name__} was given {brief(args[0])} as its '

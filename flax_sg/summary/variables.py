@@ -127,6 +127,8 @@ def paths(
         pattern = args[0] if args and isinstance(args[0], str) else 'encoder/**'
         name = 'model' if is_nnx_model(model) else 'tree'
         write = f'sg.paths({name}, where={pattern!r})'
+        if any(isinstance(arg, linen.Module) for arg in args):
+            write = 'sg.paths(model, x): the model comes first'
         raise wrong_argument(
             (*args, kwargs)[0], f'input: this {name} takes none', write
         )

@@ -8,11 +8,12 @@ from typing import Any
 from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
+from flax_sg.flow.analysis import report_of
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED
 from flax_sg.flow.rows import index
 from flax_sg.internals.types import Args, Kwargs
 from flax_sg.trees import leaves
-from flax_sg.trees.trainable import not_differentiable
+from flax_sg.trees.trainable import DECLARED, not_differentiable
 
 
 def assert_flows(
@@ -59,7 +60,7 @@ def assert_flows(
         UnknownNameError: if a part of ``output`` selects no output.
         ArgumentTypeError: if ``where`` selects only leaves without a gradient.
     """
-    report = _report(loss, args, argnums, has_aux, kwargs)
+    report = _report('assert_flows', loss, args, argnums, has_aux, kwargs)
     _check(report, where, output)
 
 
@@ -92,7 +93,7 @@ def assert_stopped(
     The loss trains encoder.
     encoder is used at ...
     """
-    report = _report(loss, args, argnums, has_aux, kwargs)
+    report = _report('assert_stopped', loss, args, argnums, has_aux, kwargs)
     _check(report, where, output, trained=False)
 
 
@@ -121,11 +122,12 @@ def assert_trains_only(
     >>> assert_trains_only(losses, 'head', params, jnp.ones(2), output='head')
     >>> assert_trains_only(losses, ['encoder', 'head'], params, jnp.ones(2))
     """
-    report = _report(loss, args, argnums, has_aux, kwargs)
+    report = _report('assert_trains_only', loss, args, argnums, has_aux, kwargs)
     _check(report, where, output, only=True)
 
 
 def _report(
+    name: str,
     loss: Callable[..., Any] | flow.GradientFlow,
     args: Args,
     argnums: int | Sequence[int],
@@ -134,9 +136,8 @@ def _report(
 ) -> flow.GradientFlow:
     """The report on a function; a report as it is, if there are no arguments."""
     if not isinstance(loss, flow.GradientFlow):
-        return flow.gradient_flow(
-            loss, *args, argnums=argnums, has_aux=has_aux, **kwargs
-        )
+        call = f'testing.{name}(loss, where, params)'
+        return report_of(call, loss, args, argnums, has_aux, DECLARED, kwargs)
     if args or kwargs:
         raise TypeError('A report was made with its own arguments: give none with it.')
     return loss

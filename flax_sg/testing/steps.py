@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters, flow
-from flax_sg.errors.texts import listed
+from flax_sg.errors.texts import listed, raised_by
 from flax_sg.filters.paths import Path
 from flax_sg.flow.rows import alike, index, repeated, unique
 from flax_sg.internals.types import Array, PyTree
@@ -218,7 +218,8 @@ def assert_moves_only(
         UnusedFilterError: if a part of ``where`` selects no parameter.
         PartError: if a part that ``where`` means does not fit its parameter.
     """
-    who, where = named(where), filters.as_filter(where)
+    with raised_by('testing.assert_moves_only(before, after, where)'):
+        who, where = named(where), filters.as_filter(where)
     report = moves(before, after, gradients)
     [decisions] = leaves.selected([report.parameters], where)
     pairs = [*zip(_parameters(before), _parameters(after), strict=True)]
