@@ -135,9 +135,9 @@ def _doubts(trace: Trace, report: GradientFlow) -> Iterator[str]:
     every = range(len(report.names))
     if trace.returns_parameters:
         yield (
-            f'sg.live: {trace.name} returns a tree like its parameters: gradients, or '
-            'new parameters, and no loss.\n'
-            'The filter names what these depend on, and not what the loss trains.\n'
+            'sg.live: the function returns a tree like its parameters, as '
+            'jax.grad(loss) does.\n'
+            'The filter names what gradients depend on, and not what a loss trains.\n'
             'Write sg.live(loss, params), with the function that jax.grad is given.'
         )
     elif not any(report.live):

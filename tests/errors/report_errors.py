@@ -74,6 +74,14 @@ def of_layers(params: Any, depth: int, x: jax.Array) -> jax.Array:
     return x @ params['head']
 
 
+def of_frozen_layers(layers: Any) -> None:
+    axes: Any = {'params': 0}
+    options = {'variable_axes': axes, 'split_rngs': {'params': True}, 'length': 3}
+    Stack = nn.scan(Layer, frozen_layers=layers, **options)  # noqa: N806
+    shapes = jax.eval_shape(fnn.scan(Layer, **options)().init, KEY, jnp.ones(2), None)
+    jax.eval_shape(Stack().apply, shapes, jnp.ones(2), None)
+
+
 CASES: dict[str, Any] = {
     'a number whose value is asked for': (
         lambda: sg.live(of_layers, PARAMS, 2, jnp.ones(3)),
@@ -98,6 +106,10 @@ CASES: dict[str, Any] = {
     'an optimizer before the model': (
         lambda: sg_nnx.Optimizer(optax.adam(0.1), MODEL, wrt='kernel'),
         lambda: sg_nnx.Optimizer(MODEL, optax.adam(0.1), wrt='kernel'),
+    ),
+    'a filter in the place of layers': (
+        lambda: of_frozen_layers('**/kernel'),
+        lambda: of_frozen_layers({'**/kernel': slice(0, 1)}),
     ),
     'a depth of a table': lambda: sg.tabulate(Layer(), jnp.ones(2), depth='all'),
     'another program': lambda: testing.assert_same_program(
