@@ -320,11 +320,24 @@ def misfit(path: Path, expected: str, actual: str) -> errors.StructureError:
     )
 
 
-def no_value(path: Path, source: str) -> errors.StructureError:
-    """The error for a selected variable that has no other value."""
+def no_value(path: Path, source: str, outer: str = '') -> errors.StructureError:
+    """The error for a selected variable that has no other value.
+
+    Args:
+        path: its path.
+        source: what has none.
+        outer: the path of a module in which the source has one.
+    """
+    advice = (
+        'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
+        'its place for nn.mirror.'
+    )
+    if outer:
+        advice = (
+            f'It has {outer}/{path}: it is the tree of a larger model.\n'
+            f'Give the values of the module alone: those in {outer!r}.'
+        )
     return errors.StructureError(
         f'There is no value for {str(path)!r} of the collection {path.collection!r} in '
-        f'{source}.\n'
-        'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
-        'its place for nn.mirror.',
+        f'{source}.\n{advice}'
     )
