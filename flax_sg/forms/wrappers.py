@@ -100,8 +100,13 @@ class _Forwards:
 
     def _check_fields(self: Any) -> None:
         """Makes values of the filter and the collections; raises for wrong fields."""
-        where = filters.as_filter(self.where)
-        rewrite = rules.Rewrite(where, self.rule, self.collections, self.unused)
+        where, written = filters.as_filter(self.where), ''
+        if isinstance(self.rule, rules.StopGradient):
+            name = type(self).__name__.replace('Mirror', 'mirror')
+            some = '' if where == filters.Constant(True) else f', {where!r}'
+            written = f'nn.{name}({type(innermost(self)).__name__}{some})'
+        options = self.collections, self.unused, written
+        rewrite = rules.Rewrite(where, self.rule, *options)
         _set(self, where=where, collections=rewrite.collections, _rewrite=rewrite)
         if self.state not in held_state.STATE:
             raise unknown_choice('state', self.state, held_state.STATE)

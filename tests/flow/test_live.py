@@ -191,7 +191,7 @@ NOTHING: dict[str, tuple[Any, Any, str]] = {
     'frozen whole': (
         lambda p: jnp.sum(nn.Frozen(nn.Dense(3)).apply({'params': p}, X)),
         {'kernel': jnp.ones((4, 3)), 'bias': jnp.ones(3)},
-        "'bias' is stopped by stop_gradient(Constant(True)) at test_live.py:",
+        "'bias' is stopped by nn.Frozen(Dense) at test_live.py:",
     ),
     'stopped behind': (
         lambda p: lax.stop_gradient(jnp.sum(loss(p, X))),
