@@ -21,11 +21,12 @@ from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Step, Value, numbers_in, run
 from flax_sg.internals.types import Array, Aval, Kwargs, PyTree
+from flax_sg.rendering.shown import InNotebooks
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Precomputed:
+class Precomputed(InNotebooks):
     """A function in two, see ``sg.precompute``.
 
     ``print`` shows a table: each value that is kept, its bytes, and the line that makes

@@ -19,6 +19,7 @@ from flax_sg.flow.traced import trace_of
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.types import Model, PyTree
 from flax_sg.rendering import text
+from flax_sg.rendering.shown import InNotebooks
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees.leaves import leaves_of
 from flax_sg.trees.trainable import DECLARED
@@ -155,7 +156,7 @@ class ModuleRow(NamedTuple):
         }
 
 
-class ModuleTable(str):
+class ModuleTable(InNotebooks, str):
     """A table of modules: text, and plain data for other formats."""
 
     modules: Sequence[ModuleRow] = ()
