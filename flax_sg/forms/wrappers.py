@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -220,6 +221,10 @@ class _Forwards:
         return self.clone(module=part, within=within, name=None)
 
 
+# Fields that Flax needs, and parts of a wrapper.
+_OF_CLONES = 'rule', 'within', 'parent'
+
+
 class Wrapper(_Forwards, modules.Module):
     """Stands for ``module``, at its place in the tree, and forwards to it.
 
@@ -346,8 +351,6 @@ class Frozen(Wrapper):
               created, at init, is created as ever.
         unused: ``'raise'`` if a part of ``where`` matched no variable by the end of a
             call, ``'ignore'`` to let that pass.
-        rule: what a reader sees instead of the stored value, ``rules.StopGradient()``
-            by default; ``rewrite(module)`` makes a wrapper with the rewrite's rule.
 
     Raises:
         ArgumentTypeError: if ``module`` is no module: None, a function, a class. When
@@ -361,6 +364,12 @@ class Frozen(Wrapper):
         function that uses other modules of the body warns (``ScanMemoryWarning``).
         Flux.jl #1931 asks for the same in Julia.
     """
+
+
+# ``help(Frozen)`` shows what a user may write.
+_fields = inspect.signature(Frozen.__init__).parameters.values()
+_shown = [x.replace(annotation=x.empty) for x in _fields if x.name not in _OF_CLONES]
+setattr(Frozen.__init__, '__signature__', inspect.Signature(_shown))  # noqa: B010
 
 
 def _set(module: Module, /, **attributes: Any) -> None:
