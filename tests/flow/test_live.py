@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import pickle
+import warnings
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.filters import Derived, as_filter
+from flax_sg.flow import pullback
 from flax_sg.trees.leaves import leaves_of
 from tests.helpers import oracle
 
@@ -387,6 +389,97 @@ def test_statistics_beside_a_loss_train_nothing():
     assert repr(both) == "<live: 'body', 'head'>"
     same = sg.live(lambda p: (loss(p, x)[0], p['head'] * 2), params)
     assert same == live
+
+
+def rows(w, n):
+    """The array, of which the first rows are stopped."""
+    return jnp.concatenate([lax.stop_gradient(w[:n]), w[n:]])
+
+
+# Functions of two arrays that return what stands beside a loss: how many proofs they
+# need, and what they train.
+MANY: dict[str, tuple[Any, int, str]] = {
+    'statistics of all': (
+        lambda p: [jnp.sum(p['a'] * p['b']), *(p['a'] * n for n in range(9))],
+        2,
+        "<live: 'a', 'b'>",
+    ),
+    'statistics of nothing': (
+        lambda p: [jnp.sum(p['a']), *(lax.stop_gradient(p['b']),) * 9],
+        2,
+        "<live: 'a'>",
+    ),
+    'integers': (
+        lambda p: [jnp.sum(p['a']), *(jnp.argmax(p['b']),) * 9],
+        2,
+        "<live: 'a'>",
+    ),
+    'one output alone': (lambda p: jnp.sum(p['a']), 1, "<live: 'a'>"),
+    'another parameter': (
+        lambda p: [jnp.sum(p['a']), p['a'], jnp.sum(p['b'])],
+        5,
+        "<live: 'a', 'b'>",
+    ),
+    'a gradient and its negative': (
+        lambda p: [jnp.sum(p['a']), jnp.sum(p['b']), -jnp.sum(p['b'])],
+        5,
+        "<live: 'a', 'b'>",
+    ),
+    'the rows that the first one stops': (
+        lambda p: [jnp.sum(rows(p['a'], 1)), jnp.sum(rows(p['a'], 2)), p['a'][0]],
+        8,
+        "<live: 'a'>",
+    ),
+    'the same rows': (
+        lambda p: [jnp.sum(rows(p['a'], 1)), *(rows(p['a'], 1),) * 2],
+        8,
+        "<live: 'a'> & Index(np.s_[1:3])",
+    ),
+    'a rule that runs for one of two': (
+        lambda p: [jnp.sum(p['a']), *of_both(p['a'], p['b'])],
+        5,
+        "<live: 'a', 'b'>",
+    ),
+}
+
+
+@jax.custom_vjp
+def of_both(a, b):
+    return a * 1.0, a * 2.0
+
+
+of_both.defvjp(lambda a, b: (of_both(a, b), None), lambda _, g: (g[0] + g[1], g[0]))
+
+
+@pytest.mark.parametrize('name', MANY)
+def test_the_proof_for_one_output_stands_for_those_that_train_no_more(
+    name, monkeypatch
+):
+    fn, count, found = MANY[name]
+    proofs: list[int] = []
+    prove = pullback.zero_gradients
+    monkeypatch.setattr(
+        pullback, 'zero_gradients', lambda *args: proofs.append(1) or prove(*args)
+    )
+    params = {'a': jnp.ones((3, 2)), 'b': jnp.ones((3, 2))}
+    live = sg.live(fn, params)
+    assert (repr(live), len(proofs)) == (found, count)
+    report = sg.gradient_flow(fn, params)
+    for n, path in enumerate(report.parameters):
+        assert repr(live(path)) == repr(report.trained(n))
+
+
+@pytest.mark.parametrize(
+    'derivative', [jax.grad, jax.value_and_grad, sg.grad, jax.hessian]
+)
+def test_a_function_that_returns_gradients_is_asked_about(derivative):
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    fn = derivative(lambda params: jnp.sum(jnp.sin(params['a']) * params['b']))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter('always')
+        sg.live(fn, params)
+    said = any('like its parameters' in str(each.message) for each in warned)
+    assert said == (derivative is not jax.hessian)
 
 
 @pytest.mark.parametrize('how', ['queue', 'number', 'example', 'jitted'])
