@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -117,6 +117,14 @@ def report_on(trace: Trace, is_one: bool = False) -> GradientFlow:
         raise _refused(trace, cause) from cause
 
 
+class _Cell(NamedTuple):
+    """What an output does to a parameter, as the fields of a report have it."""
+
+    status: str
+    part: filters.Part | None = None
+    condition: str = ''
+
+
 def _report(trace: Trace, is_one: bool) -> GradientFlow:
     program, outputs, parameters = trace.program, trace.outputs, trace.parameters
     zeros = unread = (is_one and _zeros_of_first(trace)) or _zeros(trace)
@@ -130,18 +138,18 @@ def _report(trace: Trace, is_one: bool) -> GradientFlow:
     flat, types = Flat(program), program.in_avals
     doubt = functools.cache(functools.partial(unclear, flat))
 
-    def cell(output: int, n: int) -> tuple[str, filters.Part | None, str]:
+    def cell(output: int, n: int) -> _Cell:
         zero, slots = zeros[output][n], parameters[n].slots
         if zero.all():
             is_read = any(flat.read[flat.inputs[x]] >> output & 1 for x in slots)
-            return (STOPPED if is_read else UNUSED), None, ''
+            return _Cell(STOPPED if is_read else UNUSED)
         # With other inputs, the output may read more.
         if unread and (stopped := zero & ~unread[output][n]).any():
-            return PARTLY, filters.part_of(~stopped, types[slots[0]].shape), ''
+            return _Cell(PARTLY, filters.part_of(~stopped, types[slots[0]].shape))
         choice = doubt(slots, unread is not None or not zero.any())
         if choice and not choice.is_condition:
-            return PARTLY, filters.Part(filters.Unclear(choice.line)), ''
-        return FLOWS, None, choice.line if choice else ''
+            return _Cell(PARTLY, filters.Part(filters.Unclear(choice.line)))
+        return _Cell(FLOWS, condition=choice.line if choice else '')
 
     def explain(n: int, output: int) -> Way:
         slots = parameters[n].slots
@@ -150,14 +158,14 @@ def _report(trace: Trace, is_one: bool) -> GradientFlow:
     cells = [[cell(k, n) for n in range(len(parameters))] for k in range(len(outputs))]
     shapes = [types[each.slots[0]] for each in parameters]
     return GradientFlow(
-        outputs,
-        tuple(each.path for each in parameters),
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
-        tuple(tuple(status for status, *_ in row) for row in cells),
-        tuple(tuple(part for _, part, _ in row) for row in cells),
-        explain,
-        trace.arguments,
-        tuple(tuple(line for *_, line in row) for row in cells),
+        outputs=outputs,
+        parameters=tuple(each.path for each in parameters),
+        shapes=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
+        status=tuple(tuple(cell.status for cell in row) for row in cells),
+        parts=tuple(tuple(cell.part for cell in row) for row in cells),
+        explain=explain,
+        arguments=trace.arguments,
+        conditions=tuple(tuple(cell.condition for cell in row) for row in cells),
     )
 
 

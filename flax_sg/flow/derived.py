@@ -119,8 +119,9 @@ def _parts(
     decisions: dict[Any, bool | filters.Part] = {}
     for n, path in enumerate(report.parameters):
         decisions[path.place] = decisions.get(path.place, False) | report.trained(n)
-    rows = zip(report.parameters, zip(*report.conditions, strict=True), strict=True)
-    conditional = {path.place for path, lines in rows if any(lines)}
+    columns = zip(*report.conditions, strict=True)
+    pairs = zip(report.parameters, columns, strict=True)
+    conditional = {path.place for path, lines in pairs if any(lines)}
     for decision in dict.fromkeys(filter(filters.is_meant, decisions.values())):
         places = {place for place, other in decisions.items() if other == decision}
         variables = filters.Derived(

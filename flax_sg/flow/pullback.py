@@ -182,7 +182,7 @@ class Reach:
         # cannot be asked alone.
         self._asked: dict[Hashable, list[int] | None] = {}
 
-    def rows(self, eqn: JaxprEqn) -> list[int]:
+    def sources(self, eqn: JaxprEqn) -> list[int]:
         """For each operand a bit for each output from which a gradient may come."""
         outs = sum(has_tangent(var.aval) << n for n, var in enumerate(eqn.outvars))
         safe = [outs * has_tangent(var.aval) for var in eqn.invars]
@@ -199,22 +199,22 @@ class Reach:
             key = name, str(eqn.params), *types
         if key not in self._asked:
             try:
-                self._asked[key] = _rows_of(eqn)
+                self._asked[key] = _sources_of(eqn)
             except Exception:  # JAX cannot differentiate it alone.
                 self._asked[key] = None
         return self._asked[key] or safe
 
 
-def _rows_of(eqn: JaxprEqn) -> list[int]:
+def _sources_of(eqn: JaxprEqn) -> list[int]:
     variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, Var)))
     empty = jax.make_jaxpr(lambda: ())().jaxpr
     alone = empty.replace(invars=variables, outvars=eqn.outvars, eqns=[eqn])
-    rows = dict.fromkeys(variables, 0)
+    sources = dict.fromkeys(variables, 0)
     for out in range(len(eqn.outvars)):
         masks = zero_gradients(ClosedJaxpr(alone, ()), range(len(variables)), [out])
         for var, zero in zip(variables, masks, strict=True):
-            rows[var] |= (not zero.all()) << out
-    return [rows[var] if isinstance(var, Var) else 0 for var in eqn.invars]
+            sources[var] |= (not zero.all()) << out
+    return [sources[var] if isinstance(var, Var) else 0 for var in eqn.invars]
 
 
 def culprit(program: AnyJaxpr, error: BaseException | None) -> list[JaxprEqn]:
@@ -229,7 +229,7 @@ def culprit(program: AnyJaxpr, error: BaseException | None) -> list[JaxprEqn]:
     """
     for eqn in jaxprs.opened(program).eqns:
         try:
-            _rows_of(eqn)
+            _sources_of(eqn)
         except RefusedError as refused:
             if type(refused.__cause__) is type(error):
                 inner = (culprit(body, error) for body in jaxprs.within(eqn))

@@ -64,16 +64,17 @@ class Why:
 
     def __str__(self) -> str:
         headline = _HEADLINES[self.status].format(self.parameter, self.output)
-        rows = [f'  {line}' for line in self.lines]
-        rows += [f'It is stopped by {self.by}.'] * bool(self.by)
+        lines = [headline, *(f'  {line}' for line in self.lines)]
+        if self.by:
+            lines.append(f'It is stopped by {self.by}.')
         if self.condition:
-            rows.append(f'While a condition holds, {self.condition} stops it.')
+            lines.append(f'While a condition holds, {self.condition} stops it.')
         elif len({use.trains for use in self.uses}) > 1:
             live = sum(use.trains for use in self.uses)
-            rows += [f'It is trained by {live} of {len(self.uses)} uses:']
+            lines.append(f'It is trained by {live} of {len(self.uses)} uses:')
             verbs = 'is stopped', 'trains it'
-            rows += [f'  {use.line} {verbs[use.trains]}' for use in self.uses]
-        return text.encodable('\n'.join([headline, *rows]))
+            lines += [f'  {use.line} {verbs[use.trains]}' for use in self.uses]
+        return text.encodable('\n'.join(lines))
 
 
 _HEADLINES = {
@@ -156,8 +157,13 @@ class GradientFlow(Shown):
         knows no lines.
 
         Args:
-            output: the name of an output.
-            parameter: the name of a parameter.
+            output: the name of an output, one of ``outputs``.
+            parameter: the name of a parameter: its path, below the collection if there
+                are several; or a ``Path``.
+
+        Returns:
+            A ``Why``: ``print`` it, or read ``by``, ``lines``, ``uses``, ``status``.
+            For a parameter that is not used it has no lines.
 
         Raises:
             UnknownNameError: if there is no such output or parameter.
@@ -165,10 +171,16 @@ class GradientFlow(Shown):
         n, k = self._number(parameter), index('output', output, self.outputs)
         status = self.status[k][n]
         way = self.explain(n, k) if status != UNUSED else Way()
-        # A parameter that flows may pass a stop, which is not named.
-        way = way if status == STOPPED else way._replace(by='')
-        condition = self.conditions[k][n] if self.conditions else ''
-        return Why(output, parameter, status, *way, condition=condition)
+        return Why(
+            output=output,
+            parameter=parameter,
+            status=status,
+            lines=way.lines,
+            # A parameter that flows may pass a stop, which is not named.
+            by=way.by if status == STOPPED else '',
+            uses=way.uses,
+            condition=self.conditions[k][n] if self.conditions else '',
+        )
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -204,7 +216,7 @@ class GradientFlow(Shown):
 
     def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
         """How many elements of a parameter some outputs train, see ``trained``."""
-        mask = self._mask(number, self.trained(number, outputs))
+        mask = self.mask(number, self.trained(number, outputs))
         return math.prod(self.shapes[number].shape) * int(mask.sum()) // mask.size
 
     @property
@@ -250,27 +262,11 @@ class GradientFlow(Shown):
             for module, indices in grouped(self.parameters, depth).items()
         }
 
-    def differs(
-        self, number: int, wanted: bool | filters.Part, outputs: Iterable[int]
-    ) -> tuple[bool, bool]:
-        """Whether outputs train too little of a parameter, and whether too much.
-
-        Args:
-            number: the number of the parameter.
-            wanted: what the outputs should train of it.
-            outputs: the numbers of the outputs, which count together.
-        """
-        trained = self.trained(number, outputs)
-        most, want = self._mask(number, trained), self._mask(number, wanted)
-        unclear = isinstance(trained, filters.Part) and trained.is_unclear
-        least = most & (not unclear)
-        return bool((want & ~least).any()), bool((most & ~want).any())
-
-    def _mask(self, number: int, trained: bool | filters.Part) -> Any:
-        """The elements of a parameter that are meant."""
-        if not isinstance(trained, filters.Part):
-            return np.array(trained)
-        return trained.mask(self.shapes[number].shape, self.parameters[number])
+    def mask(self, number: int, decision: bool | filters.Part) -> Any:
+        """The elements of a parameter that a decision means, as an array of bools."""
+        if not isinstance(decision, filters.Part):
+            return np.array(decision)
+        return decision.mask(self.shapes[number].shape, self.parameters[number])
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
@@ -341,9 +337,8 @@ class GradientFlow(Shown):
                 is_used = any(row[n] != UNUSED for row in self.status)
                 idle.setdefault(is_used, []).append(self._labels[n])
         for is_used, names in idle.items():
-            lines.append(
-                f'No output {"trains" if is_used else "uses"} {listed(names)}.'
-            )
+            verb = 'trains' if is_used else 'uses'
+            lines.append(f'No output {verb} {listed(names)}.')
         return tuple(lines)
 
     def __repr__(self) -> str:

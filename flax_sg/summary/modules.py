@@ -146,13 +146,13 @@ class ModuleRow(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """The row as plain data."""
         trained, frozen = self.counts
-        word = 'partly' if trained and frozen else 'trainable' if trained else ''
+        word = 'partly' if trained and frozen else 'trainable' if trained else 'frozen'
         return {
             'module': '/'.join(self.names),
             'class': self.cls,
             'parameters': trained + frozen,
             'trainable': trained,
-            'gradient': word or 'frozen' * bool(frozen),
+            'gradient': word if trained or frozen else '',
         }
 
 

@@ -173,18 +173,34 @@ def _check(
         has: list[int] = []
         for n in judged:
             wanted = decisions[n] if trained else filters.negated(decisions[n])
-            less, more = report.differs(n, wanted, outputs)
-            lacks += [n] * (less and trained)
-            has += [n] * (more and (only or not trained))
+            less, more = _differences(report, n, wanted, outputs)
+            if less and trained:
+                lacks.append(n)
+            if more and (only or not trained):
+                has.append(n)
         for verb, numbers in (('does not train', lacks), ('trains', has)):
             if numbers:
                 names = listed([report.names[n] for n in numbers])
                 lines += [f'{name} {verb} {names}.', *_why(report, numbers[0], outputs)]
     if lines:
         gradient = 'a gradient' if trained else 'no gradient'
-        alone = ' and to nothing else' * only
+        alone = ' and to nothing else' if only else ''
         lines = [f'Expected {gradient} to {named(where)}{alone}.', *lines]
         raise errors.ExpectationError('\n'.join(lines))
+
+
+def _differences(
+    report: flow.GradientFlow,
+    n: int,
+    wanted: bool | filters.Part,
+    outputs: Sequence[int],
+) -> tuple[bool, bool]:
+    """Whether some outputs together train too little of a parameter, and too much."""
+    trained = report.trained(n, outputs)
+    most, want = report.mask(n, trained), report.mask(n, wanted)
+    unclear = isinstance(trained, filters.Part) and trained.is_unclear
+    least = most & (not unclear)
+    return bool((want & ~least).any()), bool((most & ~want).any())
 
 
 def _why(report: flow.GradientFlow, n: int, outputs: Sequence[int]) -> list[str]:
@@ -197,8 +213,9 @@ def _why(report: flow.GradientFlow, n: int, outputs: Sequence[int]) -> list[str]
     k = min(outputs, key=lambda k: order.index(report.status[k][n]))
     why = report.why(report.outputs[k], name)
     lines = [f'{name} is used at {line}.' for line in why.lines[:1]]
-    lines += [f'It is stopped by {why.by}.'] * bool(why.by)
-    return lines or [f'{name} is not used.'] * (why.status == UNUSED)
+    if why.by:
+        lines.append(f'It is stopped by {why.by}.')
+    return lines or ([f'{name} is not used.'] if why.status == UNUSED else [])
 
 
 def _outputs(
