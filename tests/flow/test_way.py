@@ -161,9 +161,9 @@ def test_a_way_through_bodies_and_loops():
 def test_nothing_is_explained_before_somebody_asks(monkeypatch):
     """A walk that asks each equation for its derivative takes as long as the proof."""
     asked: list[Any] = []
-    rows = pullback.Reach.sources
+    ask = pullback.Reach.sources
     monkeypatch.setattr(
-        pullback.Reach, 'sources', lambda self, eqn: asked.append(eqn) or rows(self, eqn)
+        pullback.Reach, 'sources', lambda self, eqn: asked.append(eqn) or ask(self, eqn)
     )
     report, _ = report_of(Leaks(stops=True))
     str(report), report.rows(), testing.assert_flows(report, 'probe/**')
