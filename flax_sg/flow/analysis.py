@@ -104,14 +104,16 @@ def report_of(*call: Any) -> GradientFlow:
     return report_on(trace_of(*call))
 
 
-def report_on(trace: Trace, is_one: bool = False) -> GradientFlow:
+def report_on(trace: Trace, together: bool = False) -> GradientFlow:
     """The report on a function that was traced.
 
-    With ``is_one`` it tells what all outputs train together. If the first one trains
-    all that any of them does, of the others it says the same.
+    Args:
+        trace: the function.
+        together: whether only that counts which all outputs train together. If the
+            first one trains all of it, the report says the same of the others.
     """
     try:
-        return _report(trace, is_one)
+        return _report(trace, together)
     except pullback.RefusedError as error:
         cause = error.__cause__
         raise _refused(trace, cause) from cause
@@ -125,9 +127,9 @@ class _Cell(NamedTuple):
     condition: str = ''
 
 
-def _report(trace: Trace, is_one: bool) -> GradientFlow:
+def _report(trace: Trace, together: bool) -> GradientFlow:
     program, outputs, parameters = trace.program, trace.outputs, trace.parameters
-    zeros = unread = (is_one and _zeros_of_first(trace)) or _zeros(trace)
+    zeros = unread = (together and _zeros_of_first(trace)) or _zeros(trace)
     if any(zero.any() and not zero.all() for row in zeros for zero in row):
         # Without stops, the zeros are the elements that an output does not read.
         without = pullback.without_stops(program)

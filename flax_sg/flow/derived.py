@@ -97,7 +97,7 @@ def live(
         )
     call = 'sg.live(loss, params)'
     trace = trace_of(call, fun, (params, *args), argnums, has_aux, wrt, kwargs)
-    report = report_on(trace, is_one=True)
+    report = report_on(trace, together=True)
     trees = arguments_of((params, *args), argnums).values()
     asked = frozenset(path.place for tree in trees for path in tree.paths)
     parts = [*_parts(report, asked)]

@@ -240,10 +240,9 @@ class _Inputs:
         """What to write for a number that never changes."""
         n, fun = number[0], self._function.called
         argument, _, inside = self._name_of(number).partition('/')
-        if n in self.own or any(x == n for x, _ in self.leaves.keys() - self.numbers):
-            return f'leave {inside} out of {argument}, and let {fun} close over it'
-        if n not in self.names:
-            return f'write a lambda that gives it to {fun}'
+        has_arrays = any(x == n for x, _ in self.leaves.keys() - self.numbers)
+        if n in self.own or has_arrays or n not in self.names:
+            return f'leave it out of the arguments, and let {fun} close over it'
         value = argument if inside else repr(self.numbers[number])
         by_position = range(n + 1, len(self._trees) - len(self._keywords))
         after = [self.names[k] for k in by_position if k in self.names]

@@ -106,7 +106,8 @@ def tabulate(
     if leaves_of(tree).values:
         with inputs_explained('sg.tabulate({})', model, args, kwargs):
             call = 'sg.tabulate(model, x)', run, (tree, *args)
-            report = report_on(trace_of(*call, 0, False, DECLARED, options), True)
+            trace = trace_of(*call, 0, False, DECLARED, options)
+            report = report_on(trace, together=True)
         for n, (path, shape) in enumerate(
             zip(report.parameters, report.shapes, strict=True)
         ):

@@ -115,8 +115,7 @@ class _Compiled(NamedTuple):
 def _check_functions(call: str, *functions: Any) -> None:
     """Raises if something is no function, and no compiled program."""
     for fn in functions:
-        is_compiled = isinstance(getattr(fn, 'compiled', fn), jax.stages.Compiled)
-        if not (is_compiled or callable(fn)):
+        if not callable(fn):
             raise wrong_argument(fn, 'function, and no compiled program', call)
 
 

@@ -326,17 +326,14 @@ def no_value(path: Path, source: str, outer: str = '') -> errors.StructureError:
     Args:
         path: its path.
         source: what has none.
-        outer: the path of a module in which the source has one.
+        outer: the module in which the source has one: it is that of a larger model.
     """
     advice = (
-        'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
-        'its place for nn.mirror.'
+        f'It has {outer}/{path}: give the values in {outer!r} alone.'
+        if outer
+        else 'Give one, or leave the variable out: by where= of substitute, by '
+        'sg.ABSENT in its place for nn.mirror.'
     )
-    if outer:
-        advice = (
-            f'It has {outer}/{path}: it is the tree of a larger model.\n'
-            f'Give the values of the module alone: those in {outer!r}.'
-        )
     return errors.StructureError(
         f'There is no value for {str(path)!r} of the collection {path.collection!r} in '
         f'{source}.\n{advice}'

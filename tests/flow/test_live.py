@@ -314,19 +314,19 @@ WRITES: dict[str, tuple[Any, Any, str, str]] = {
         lambda p, batch: p['a'] * range(batch['n'])[-1],
         ({'n': 2, 'x': jnp.ones(2)},),
         'batch/n',
-        'leave n out of batch, and let fun close over it',
+        'leave it out of the arguments, and let fun close over it',
     ),
     'of many': (
         lambda p, *rest: p['a'] * range(rest[1])[-1],
         (1.0, 2),
         'argument 2',
-        'write a lambda that gives it to fun',
+        'leave it out of the arguments, and let fun close over it',
     ),
     'beside parameters': (
         lambda p: p['a'] * (2.0 if p['scale'] > 1 else 1.0),
         (),
         'p/scale',
-        'leave scale out of p, and let fun close over it',
+        'leave it out of the arguments, and let fun close over it',
     ),
     'turns': (
         lambda p, n: lax.fori_loop(0, n, lambda _, x: x * p['a'], 1.0),
