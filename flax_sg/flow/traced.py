@@ -30,12 +30,10 @@ class Parameter(NamedTuple):
     Attributes:
         path: its path.
         slots: the indices of its arrays among the inputs of the program.
-        wanted: whether ``wrt`` means it, or which part of it.
     """
 
     path: Path
     slots: tuple[int, ...]
-    wanted: bool | filters.Part
 
 
 class Trace(NamedTuple):
@@ -115,14 +113,14 @@ def trace_of(
         )
     own = () if isinstance(argnums, int) else inputs.own
     return Trace(
-        program,
-        tuple(outputs),
-        inputs.parameters(),
-        tuple((n, inputs.names[n]) for n in own if n in inputs.names),
-        function.name,
-        function.may_have_aux,
-        returns_parameters == [True],
-        next(map(inputs.constant, inputs.ints), ''),
+        program=program,
+        outputs=tuple(outputs),
+        parameters=inputs.parameters(),
+        arguments=tuple((n, inputs.names[n]) for n in own if n in inputs.names),
+        name=function.name,
+        may_have_aux=function.may_have_aux,
+        returns_parameters=returns_parameters == [True],
+        constant=next(map(inputs.constant, inputs.ints), ''),
     )
 
 
@@ -303,7 +301,7 @@ class _Inputs:
         of_state = itertools.chain(*(states(tree.tree) for tree in self.own.values()))
         slots = self._slots()
         return [
-            Parameter(path, slots[key], decision)
+            Parameter(path, slots[key])
             for (key, (path, decision)), is_state in zip(
                 self._decisions.items(), of_state, strict=True
             )

@@ -137,8 +137,9 @@ def _report(
     """The report on a function; a report as it is, if there are no arguments."""
     if not isinstance(loss, flow.GradientFlow):
         call = f'testing.{name}(loss, where, params)'
-        wrt = kwargs.pop('wrt', DECLARED)
-        return report_of(call, loss, args, argnums, has_aux, wrt, kwargs)
+        options = {'wrt': DECLARED, **kwargs}
+        wrt = options.pop('wrt')
+        return report_of(call, loss, args, argnums, has_aux, wrt, options)
     if args or kwargs:
         raise TypeError('A report was made with its own arguments: give none with it.')
     return loss
