@@ -13,7 +13,7 @@ from flax_sg import errors, filters
 from flax_sg.flow import pullback
 from flax_sg.flow.flat import Flat
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow
-from flax_sg.flow.traced import Trace, trace_of
+from flax_sg.flow.traced import Traced, trace_of
 from flax_sg.flow.uses import unclear, uses
 from flax_sg.flow.way import Way, way
 from flax_sg.flow.zeros import Mask
@@ -104,7 +104,7 @@ def report_of(*call: Any) -> GradientFlow:
     return report_on(trace_of(*call))
 
 
-def report_on(trace: Trace, together: bool = False) -> GradientFlow:
+def report_on(trace: Traced, together: bool = False) -> GradientFlow:
     """The report on a function that was traced.
 
     Args:
@@ -127,7 +127,7 @@ class _Cell(NamedTuple):
     condition: str = ''
 
 
-def _report(trace: Trace, together: bool) -> GradientFlow:
+def _report(trace: Traced, together: bool) -> GradientFlow:
     program, outputs, parameters = trace.program, trace.outputs, trace.parameters
     zeros = unread = (together and _zeros_of_first(trace)) or _zeros(trace)
     if any(zero.any() and not zero.all() for row in zeros for zero in row):
@@ -171,7 +171,7 @@ def _report(trace: Trace, together: bool) -> GradientFlow:
     )
 
 
-def _zeros_of_first(trace: Trace) -> list[list[Mask]] | None:
+def _zeros_of_first(trace: Traced) -> list[list[Mask]] | None:
     """The same as ``_zeros``, if the first output stands for all of them.
 
     Statistics beside a loss are many outputs, and each proof takes as long as the
@@ -189,7 +189,7 @@ def _zeros_of_first(trace: Trace) -> list[list[Mask]] | None:
 
 
 def _zeros(
-    trace: Trace, groups: Iterable[Sequence[int]] | None = None
+    trace: Traced, groups: Iterable[Sequence[int]] | None = None
 ) -> list[list[Mask]]:
     """For each output, and each parameter, the elements whose gradient is zero.
 
@@ -210,7 +210,7 @@ def _zeros(
     ]
 
 
-def _refused(trace: Trace, error: BaseException | None) -> errors.ArgumentTypeError:
+def _refused(trace: Traced, error: BaseException | None) -> errors.ArgumentTypeError:
     """JAX cannot differentiate an output: says where, and what would pass there."""
     equations = pullback.culprit(trace.program, error)
     name = equations[-1].primitive.name if equations else ''

@@ -10,7 +10,7 @@ from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, listed
 from flax_sg.flow.analysis import report_on
 from flax_sg.flow.report import STOPPED, GradientFlow
-from flax_sg.flow.traced import Trace, trace_of
+from flax_sg.flow.traced import Traced, trace_of
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.types import PyTree
@@ -131,7 +131,7 @@ def _parts(
         yield variables & decision.elements if is_part else variables
 
 
-def _doubts(trace: Trace, report: GradientFlow) -> Iterator[str]:
+def _doubts(trace: Traced, report: GradientFlow) -> Iterator[str]:
     """Yields what is to be said of a filter that may be another one at a later step."""
     every = range(len(report.names))
     if trace.returns_parameters:
@@ -148,7 +148,7 @@ def _doubts(trace: Trace, report: GradientFlow) -> Iterator[str]:
         yield _by_rest(trace, [report.names[n] for n in by_rest])
 
 
-def _by_rest(trace: Trace, names: Sequence[str]) -> str:
+def _by_rest(trace: Traced, names: Sequence[str]) -> str:
     """What to say if only what stands behind the first output trains a parameter."""
     return (
         f'sg.live: {trace.name} returns a tuple, and its first output alone does not '

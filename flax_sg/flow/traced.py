@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
     slots: tuple[int, ...]
 
 
-class Trace(NamedTuple):
+class Traced(NamedTuple):
     """A function that was traced on shapes.
 
     Attributes:
@@ -73,7 +73,7 @@ def trace_of(
     has_aux: bool,
     wrt: filters.Where | Declared,
     kwargs: Kwargs,
-) -> Trace:
+) -> Traced:
     """Traces a function and finds its parameters; see ``gradient_flow``.
 
     Before its arguments comes what the user calls: ``'sg.live(loss, params)'``.
@@ -112,7 +112,7 @@ def trace_of(
             f'Return the loss, or several in a dict, and write {call}.'
         )
     own = () if isinstance(argnums, int) else inputs.own
-    return Trace(
+    return Traced(
         program=program,
         outputs=tuple(outputs),
         parameters=inputs.parameters(),
