@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -122,40 +121,6 @@ def trace_of(
         returns_parameters=returns_parameters == [True],
         constant=next(map(inputs.constant, inputs.ints), ''),
     )
-
-
-_K = TypeVar('_K')
-_T = TypeVar('_T')
-
-
-def with_numbers(
-    numbers: Sequence[_K], trace: Callable[[Collection[_K]], _T | None]
-) -> _T | None:
-    """A trace in which numbers are inputs, but for those whose values are asked for.
-
-    Args:
-        numbers: the numbers.
-        trace: traces a function, of which some of them are inputs and the others are
-            constants. It raises, or returns None, if one of them has to be a constant.
-
-    Returns:
-        What ``trace`` has returned; None if all numbers have to be constants.
-    """
-    inputs, last = list[_K](), list[_T]()
-
-    def take(group: Sequence[_K]) -> None:
-        with contextlib.suppress(Exception):  # Whatever a function raises that asks.
-            if (result := trace([*inputs, *group])) is not None:
-                inputs.extend(group)
-                last[:] = [result]
-                return
-        if half := len(group) // 2:
-            take(group[:half])
-            take(group[half:])
-
-    if numbers:
-        take(numbers)
-    return last[0] if last else None
 
 
 # A number of Python may be another one at the next step. A bool is a flag.
