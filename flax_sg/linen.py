@@ -15,7 +15,11 @@ which takes ``frozen_layers=`` too, and is flax.linen's without:
 import typing as _typing
 
 from flax import linen as _linen
-from flax.linen import *  # pyright: ignore[reportWildcardImportFromLibrary]
+
+if _typing.TYPE_CHECKING:  # Of two imports of one name mypy keeps the first.
+    from flax_sg.scans.layers import scan as scan
+
+from flax.linen import *  # type: ignore[assignment]  # pyright: ignore[reportWildcardImportFromLibrary]
 
 from flax_sg.errors.elsewhere import missing as _missing
 from flax_sg.forms.blocks import clip_gradient as clip_gradient

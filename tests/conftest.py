@@ -11,7 +11,7 @@ import pytest
 # Collecting doctests imports files. The first has errors on purpose, for pyright. The
 # second is a program that needs the extra `notebooks`. Those in `clients` are programs
 # that need the packages of `dev.py clients`. The last is a plugin that needs SlipCover.
-collect_ignore = ['typed_linen.py', 'run_notebooks.py', 'clients', 'measure.py']
+collect_ignore = ['typed.py', 'run_notebooks.py', 'clients', 'measure.py']
 if metadata.version('flax') == '0.12.0':  # flax_sg.nnx asks for 0.12.1.
     collect_ignore += ['nnx', 'errors/graph_errors.py']
     collect_ignore += ['models/test_nnx_bridge.py', 'trees/test_nnx_tied.py']

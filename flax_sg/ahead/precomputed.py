@@ -16,15 +16,17 @@ from flax_sg.ahead.report import Report
 from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Traced, traced
 from flax_sg.ahead.writes import put
+from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Step, Value, numbers_in, run
 from flax_sg.internals.types import Array, Aval, Kwargs, PyTree
+from flax_sg.rendering.shown import InNotebooks
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Precomputed:
+class Precomputed(InNotebooks):
     """A function in two, see ``sg.precompute``.
 
     ``print`` shows a table: each value that is kept, its bytes, and the line that makes
@@ -268,6 +270,9 @@ def precompute(
             them, such as a batch mean.
         AbsentLeafError: at the call, when a leaf is ABSENT that is read.
     """
+    if not callable(fun):
+        write = "sg.precompute(loss, params, x, wrt='head/**')"
+        raise wrong_argument(fun, 'function', write)
     args = (params, *args)
     trace = traced(fun, args, kwargs, argnums, wrt, each, examples)
     batch = Batch(trace.data) if examples else None

@@ -102,11 +102,12 @@ def _other(absent: str, decision: Decision, leaf: Leaf) -> Callable[[], Any] | N
 
 
 def check(
-    fun: object, wrt: Where, absent: str, unused: str
+    call: str, fun: object, wrt: Where, absent: str, unused: str
 ) -> filters.Filter | Declared:
     """Raises if the options of a gradient call mean nothing; returns the filter.
 
     Args:
+        call: what to write.
         fun: the function that it is given.
         wrt: the filter of the leaves that are differentiated.
         absent: what stands in results for the other leaves.
@@ -119,8 +120,7 @@ def check(
         UnusedFilterError: if ``wrt`` is False or empty.
     """
     if not callable(fun):
-        write = "sg.grad(loss, wrt='head/**')(params)"
-        raise wrong_argument(fun, 'function to differentiate', write)
+        raise wrong_argument(fun, 'function to differentiate', call)
     if absent not in ('drop', 'zeros', 'none'):
         raise unknown_choice('absent', absent, ('drop', 'zeros', 'none'))
     check_unused(unused)

@@ -72,7 +72,8 @@ def value_and_grad(
             differentiated.
     """
     no_others(others)
-    where = check(fun, wrt, absent, unused)
+    write = "sg.grad(loss, wrt='head/**')(params); the same for sg.value_and_grad"
+    where = check(write, fun, wrt, absent, unused)
     judged = None if isinstance(where, Declared) or unused == 'ignore' else where
 
     @functools.wraps(fun, updated=())
@@ -201,7 +202,8 @@ def vjp(
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the
         same idea.
     """
-    where = check(fun, wrt, absent, unused)
+    write = "sg.vjp(loss, params, wrt='head/**')"
+    where = check(write, fun, wrt, absent, unused)
     split = Split.of(map(leaves_of, primals), where, unused)
 
     watched = fun if has_aux else writes.watched(fun)

@@ -19,6 +19,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.errors.texts import brief
+from flax_sg.filters.classes import of_type
 from flax_sg.filters.conditions import condition, is_condition
 from flax_sg.filters.expressions import And as And
 from flax_sg.filters.expressions import Constant as Constant
@@ -38,7 +39,6 @@ from flax_sg.filters.names import Derived as Derived
 from flax_sg.filters.names import Names as Names
 from flax_sg.filters.names import conditional as conditional
 from flax_sg.filters.names import plain as plain
-from flax_sg.filters.of_type import of_type
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, Regex
 from flax_sg.filters.predicates import Predicate, innermost

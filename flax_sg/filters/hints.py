@@ -31,13 +31,25 @@ def advice(
     hint = hint or _of_the_root(pattern, paths, compiled)
     if not hint and compiled is not re.compile:
         hint = _of_a_stack(pattern, paths, compiled)
-    if not hint and (respelled := _respelled(pattern, near[0], paths, compiled)):
-        hint = f'Did you mean {respelled!r}?'
+    for text in (pattern, _of_a_list(pattern)):
+        if not hint and (respelled := _respelled(text, near[0], paths, compiled)):
+            hint = f'Did you mean {respelled!r}?'
     if not hint and compiled is not re.compile:
         hint = _of_a_glob(pattern, paths, compiled)
     whole = 'A pattern matches whole paths, from below the collection: '
     hint = hint or f'{whole}{example!r} matches all variables in encoder.'
     return f'Nearest: {", ".join(map(repr, near))}.\n{hint}'
+
+
+def _of_a_list(pattern: str) -> str:
+    """A pattern with the modules of a list as Flax names them.
+
+    >>> [*map(_of_a_list, ['blocks/0/**', 'blocks[0]', 'blocks.*.w', 'head/**'])]
+    ['blocks_0/**', 'blocks_0', 'blocks_*/w', 'head/**']
+    """
+    numbers = r'[/.\[](\d+|\*|\{\d+\.\.\d+\})\]?(?![\w*-])'
+    joined = re.sub(numbers, r'_\1', pattern)
+    return pattern if joined == pattern else re.sub(r'(?<!\.)\.(?![.*])', '/', joined)
 
 
 def _of_a_collection(

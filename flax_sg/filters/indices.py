@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flax_sg import errors
-from flax_sg.errors.texts import brief
+from flax_sg.errors.texts import brief, raised_by
 from flax_sg.filters import tokens
 from flax_sg.filters.expressions import And, Ask, Filter, Need, Not, Or
 from flax_sg.filters.paths import Path
@@ -367,7 +367,9 @@ def at(where: Any, index: ArrayIndex) -> Filter:
         PartError: if ``index`` is none; later, if it does not fit an array, or takes
             nothing of it.
     """
-    return Filter.convert(where) & Index(index)
+    with raised_by('sg.at(where, index)'):
+        filter_ = Filter.convert(where)
+    return filter_ & Index(index)
 
 
 def _plain(index: ArrayIndex) -> Any:

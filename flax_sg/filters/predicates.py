@@ -25,6 +25,10 @@ _FIX = (
     'does. For a traced bool write sg.where(where) & (step < k); pass other '
     'values that it depends on by static_argnames of jax.jit.'
 )
+_ARRAYS = (
+    'A filter is given the path alone. For shapes and dtypes write sg.arrays(lambda a: '
+    'a.ndim < 2), or lambda path: path.array.ndim < 2.'
+)
 
 
 class Predicate(Atom):
@@ -62,8 +66,7 @@ class Predicate(Atom):
             except TypeError as error:
                 raise self._error(
                     f'cannot be called with a path: {error}',
-                    'A filter is given the path alone; path.array has its shape and '
-                    'dtype. To lift a function of a module, write '
+                    f'{_ARRAYS} To lift a function of a module, write '
                     'nn.stop_gradient(fn, where), or @nn.stop_gradient(where) above '
                     'it. A filter of NNX goes into kind=.',
                 ) from None
@@ -106,6 +109,9 @@ class Predicate(Atom):
         except jax.errors.ConcretizationTypeError as error:
             raise self._error('reads a traced value') from error
         except Exception as error:
+            name = getattr(error, 'name', None) or ''
+            if getattr(error, 'obj', None) is path and hasattr(np.ndarray, name):
+                raise self._error(f'reads .{name} of a path', _ARRAYS) from error
             error.add_note(f'raised by {self!r} for the path {str(path)!r}')
             raise
         if isinstance(result, (bool, np.bool_)):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
 from flax_sg.flow import pullback
 from flax_sg.flow.flat import Flat
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED, GradientFlow
-from flax_sg.flow.traced import Traced, traced
+from flax_sg.flow.traced import Traced, trace_of
 from flax_sg.flow.uses import unclear, uses
 from flax_sg.flow.way import Way, way
 from flax_sg.flow.zeros import Mask
@@ -70,10 +68,9 @@ def gradient_flow(
             unbound module for its ``apply``.
         *args: its arguments, or their shapes (``jax.ShapeDtypeStruct``,
             ``jax.eval_shape``). Arrays and numbers of Python are traced, since they may
-            be others at the next step; a bool is a flag. If the function asks for the
-            value of a number, as ``if step < k`` does, the report holds for this number
-            alone, and says so. Bind an array whose value it asks for:
-            ``functools.partial(fun, ...)``.
+            be others at the next step, as under ``jax.jit``; a bool is a flag. Bind a
+            number whose value it asks for, as ``range(n)`` does:
+            ``functools.partial(fun, n=12)``.
         argnums: which arguments hold the parameters, by default the first. With a tuple
             of them each path begins with the position: ``'1/kernel'``.
         has_aux: whether ``fun`` returns ``(outputs, aux)``. The report leaves ``aux``
@@ -89,7 +86,8 @@ def gradient_flow(
     Raises:
         ArgumentTypeError: if the function returns nothing, or has no arrays there.
         ArgumentTypeError: if a parameter goes into a host callback, a mutable array or
-            a primitive that JAX cannot differentiate.
+            a primitive that JAX cannot differentiate; if the function asks for the
+            value of a number.
         UnusedFilterError: if a part of ``wrt`` matches no leaf.
         ArgumentTypeError: if ``argnums`` names no positions, or one twice.
 
@@ -97,51 +95,41 @@ def gradient_flow(
         ``jax.ad_checkpoint.print_saved_residuals`` reads programs in this way. The
         result is that of symbolic zeros in ``jax.jvp``.
     """
-    return traced_and_told(fun, args, argnums, has_aux, wrt, kwargs)[1]
+    call = 'sg.gradient_flow(loss, params)'
+    return report_of(call, fun, args, argnums, has_aux, wrt, kwargs)
 
 
-def traced_and_told(*call: Any) -> tuple[Traced, GradientFlow]:
-    """The trace of a function and the report on it, for the arguments of ``traced``.
+def report_of(*call: Any) -> GradientFlow:
+    """The report on a function, for the arguments of ``trace_of``."""
+    return report_on(trace_of(*call))
 
-    For a traced number a function may do something else without a word: so do
-    ``f'layer_{n}'`` and ``isinstance(n, int)``, and a loop of ``n`` turns has no
-    derivative. So it is traced with the numbers as constants, too. If it trains more
-    then, or has a derivative only then, the report holds for these numbers alone.
+
+def report_on(trace: Traced, together: bool = False) -> GradientFlow:
+    """The report on a function that was traced.
+
+    Args:
+        trace: the function.
+        together: whether only that counts which all outputs train together. If the
+            first one trains all of it, the report says the same of the others.
     """
-    trace = traced(*call)
-    if not trace.takes_numbers:
-        return trace, _report_on(trace)
-    fixed = report_of_fixed = None
-    with contextlib.suppress(Exception):
-        fixed = traced(*call, is_fixed=True)
-        report_of_fixed = _report_on(fixed)
-    if fixed is None or report_of_fixed is None:
-        return trace, _report_on(trace)
     try:
-        report = _report_on(trace)
-    except errors.ArgumentTypeError:
-        return fixed, report_of_fixed
-    trains_more = any(
-        filters.is_meant(report_of_fixed.trained(n))
-        and not filters.is_meant(report.trained(n))
-        for n in range(len(report.parameters))
-    )
-    is_same = report_of_fixed.outputs == report.outputs and not trains_more
-    return (trace, report) if is_same else (fixed, report_of_fixed.joined(report))
-
-
-def _report_on(trace: Traced) -> GradientFlow:
-    """The report on a function that was traced."""
-    try:
-        return _report(trace)
+        return _report(trace, together)
     except pullback.RefusedError as error:
         cause = error.__cause__
-        raise _refused(trace.program, cause) from cause
+        raise _refused(trace, cause) from cause
 
 
-def _report(trace: Traced) -> GradientFlow:
+class _Cell(NamedTuple):
+    """What an output does to a parameter, as the fields of a report have it."""
+
+    status: str
+    part: filters.Part | None = None
+    condition: str = ''
+
+
+def _report(trace: Traced, together: bool) -> GradientFlow:
     program, outputs, parameters = trace.program, trace.outputs, trace.parameters
-    zeros = unread = _zeros(trace)
+    zeros = unread = (together and _zeros_of_first(trace)) or _zeros(trace)
     if any(zero.any() and not zero.all() for row in zeros for zero in row):
         # Without stops, the zeros are the elements that an output does not read.
         without = pullback.without_stops(program)
@@ -152,18 +140,18 @@ def _report(trace: Traced) -> GradientFlow:
     flat, types = Flat(program), program.in_avals
     doubt = functools.cache(functools.partial(unclear, flat))
 
-    def cell(output: int, n: int) -> tuple[str, filters.Part | None, str]:
+    def cell(output: int, n: int) -> _Cell:
         zero, slots = zeros[output][n], parameters[n].slots
         if zero.all():
             is_read = any(flat.read[flat.inputs[x]] >> output & 1 for x in slots)
-            return (STOPPED if is_read else UNUSED), None, ''
+            return _Cell(STOPPED if is_read else UNUSED)
         # With other inputs, the output may read more.
         if unread and (stopped := zero & ~unread[output][n]).any():
-            return PARTLY, filters.part_of(~stopped, types[slots[0]].shape), ''
+            return _Cell(PARTLY, filters.part_of(~stopped, types[slots[0]].shape))
         choice = doubt(slots, unread is not None or not zero.any())
         if choice and not choice.is_condition:
-            return PARTLY, filters.Part(filters.Unclear(choice.line)), ''
-        return FLOWS, None, choice.line if choice else ''
+            return _Cell(PARTLY, filters.Part(filters.Unclear(choice.line)))
+        return _Cell(FLOWS, condition=choice.line if choice else '')
 
     def explain(n: int, output: int) -> Way:
         slots = parameters[n].slots
@@ -172,23 +160,47 @@ def _report(trace: Traced) -> GradientFlow:
     cells = [[cell(k, n) for n in range(len(parameters))] for k in range(len(outputs))]
     shapes = [types[each.slots[0]] for each in parameters]
     return GradientFlow(
-        outputs,
-        tuple(each.path for each in parameters),
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
-        tuple(tuple(status for status, *_ in row) for row in cells),
-        tuple(tuple(part for _, part, _ in row) for row in cells),
-        explain,
-        trace.arguments,
-        tuple(tuple(line for *_, line in row) for row in cells),
-        tuple(f'{name}={value}' for name, value in trace.numbers.items()),
+        outputs=outputs,
+        parameters=tuple(each.path for each in parameters),
+        shapes=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes),
+        status=tuple(tuple(cell.status for cell in row) for row in cells),
+        parts=tuple(tuple(cell.part for cell in row) for row in cells),
+        explain=explain,
+        arguments=trace.arguments,
+        conditions=tuple(tuple(cell.condition for cell in row) for row in cells),
     )
 
 
-def _zeros(trace: Traced) -> list[list[Mask]]:
-    """For each output, and each parameter, the elements whose gradient is zero."""
+def _zeros_of_first(trace: Traced) -> list[list[Mask]] | None:
+    """The same as ``_zeros``, if the first output stands for all of them.
+
+    Statistics beside a loss are many outputs, and each proof takes as long as the
+    first. The gradients of all outputs together are zero where each of them is: so no
+    other output trains more, if each parameter has none from all of them, or a gradient
+    to each element from the first. Where the first stops a part, others may not.
+    """
+    count = len(trace.outputs)
+    if count < 3:
+        return None
+    [first], [every] = _zeros(trace, [[0]]), _zeros(trace, [range(count)])
+    pairs = [*zip(first, every, strict=True)]
+    is_alike = all(zero.all() or not one.any() for one, zero in pairs)
+    return [first] * count if is_alike else None
+
+
+def _zeros(
+    trace: Traced, groups: Iterable[Sequence[int]] | None = None
+) -> list[list[Mask]]:
+    """For each output, and each parameter, the elements whose gradient is zero.
+
+    Args:
+        trace: the function.
+        groups: the outputs that count together; by default each alone.
+    """
     slots = [slot for each in trace.parameters for slot in each.slots]
-    rows = pullback.zero_gradients(trace.program, slots)
-    masks = [dict(zip(slots, row, strict=True)) for row in rows]
+    groups = groups or [[n] for n in range(len(trace.outputs))]
+    found = [pullback.zero_gradients(trace.program, slots, group) for group in groups]
+    masks = [dict(zip(slots, row, strict=True)) for row in found]
     return [
         [
             functools.reduce(np.logical_and, (mask_of[slot] for slot in each.slots))
@@ -198,17 +210,19 @@ def _zeros(trace: Traced) -> list[list[Mask]]:
     ]
 
 
-def _refused(
-    program: ClosedJaxpr, error: BaseException | None
-) -> errors.ArgumentTypeError:
+def _refused(trace: Traced, error: BaseException | None) -> errors.ArgumentTypeError:
     """JAX cannot differentiate an output: says where, and what would pass there."""
-    equations = pullback.culprit(program, error)
+    equations = pullback.culprit(trace.program, error)
+    name = equations[-1].primitive.name if equations else ''
     lines = filter(None, map(jaxprs.source_of, reversed(equations)))
     problem = 'it'
     if equations:
-        problem = f'{equations[-1].primitive.name} at {next(lines, UNKNOWN)}'
+        problem = f'{name} at {next(lines, UNKNOWN)}'
+    write = 'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
+    if name == 'while' and trace.constant:
+        write = f'If a number is how often it turns, {trace.constant}.'
     return errors.ArgumentTypeError(
         f'A gradient would pass through {problem}, which JAX cannot differentiate.\n'
         'If none should come back from there, apply jax.lax.stop_gradient before.\n'
-        'Otherwise write a rule for it: jax.custom_jvp or jax.custom_vjp.'
+        f'{write}'
     )

@@ -90,7 +90,7 @@ class Flat(program.Program):
 
     def _flows(self, step: Step) -> list[int]:
         if not isinstance(step, Join):
-            return self._reach.rows(step.eqn)
+            return self._reach.sources(step.eqn)
         # What decides is a bool or an integer: it has no derivative.
         return [isinstance(x, int) and has_tangent(self.avals[x]) for x in step.ins]
 
@@ -100,12 +100,12 @@ class Flat(program.Program):
         return not any(bits >> n & 1 and self.live[x] for n, x in enumerate(step.outs))
 
     def _reaching(
-        self, rows: Callable[[Step], list[int]], is_end: Callable[[Any], bool]
+        self, to: Callable[[Step], list[int]], is_end: Callable[[Any], bool]
     ) -> list[int]:
         """For each value the outputs of the program that it reaches.
 
         Args:
-            rows: which outputs of a step each of its inputs reaches.
+            to: which outputs of a step each of its inputs reaches, as bits.
             is_end: whether an output of this type is reached at all.
         """
         reached = [0] * len(self.avals)
@@ -120,7 +120,7 @@ class Flat(program.Program):
                 outs = [reached[out] for out in step.outs]
                 if not any(outs):
                     continue
-                for value, bits in zip(step.ins, rows(step), strict=True):
+                for value, bits in zip(step.ins, to(step), strict=True):
                     if isinstance(value, int):
                         for n, out in enumerate(outs):
                             reached[value] |= out * (bits >> n & 1)

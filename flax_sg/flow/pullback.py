@@ -4,14 +4,14 @@ The naive attempt asks JAX for the derivative of each equation alone. Alone, an 
 has no mesh, no closed-over arrays, and no other outputs: a rule of ``custom_vjp`` that
 adds weight decay to its cotangents runs as soon as *one* of its outputs is read.
 
-So JAX differentiates the whole program, for one output at a time.
+So JAX differentiates the whole program, for one output at a time, or for several with
+cotangents that have nothing to do with each other: no sum of them is zero by chance.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from operator import or_
 from typing import Any
 
 import jax
@@ -38,48 +38,41 @@ class RefusedError(Exception):
     """JAX does not differentiate a program; the cause is JAX's own error."""
 
 
-def zero_gradients(program: ClosedJaxpr, slots: Sequence[int]) -> list[list[Mask]]:
+def zero_gradients(
+    program: ClosedJaxpr, slots: Sequence[int], outputs: Sequence[int]
+) -> list[Mask]:
     """Which elements of gradients are zero, whatever the inputs of a program are.
 
     Args:
         program: the program.
         slots: the indices of the inputs that are differentiated.
+        outputs: the outputs that count together.
 
     Returns:
-        For each output, and in it for each of the inputs. What has no derivative, such
-        as an integer, has a gradient of zero.
+        For each of the inputs. What has no derivative, such as an integer, has a
+        gradient of zero.
 
     Raises:
         RefusedError: if ``jax.grad`` would raise.
     """
-    needed, types = _needed(program.jaxpr), program.in_avals
-    wanted = [slot for slot in slots if has_tangent(types[slot])]
-    masks_of_outputs: list[list[Mask]] = []
-    for output, aval in enumerate(program.out_avals):
-        zeros = dict.fromkeys(slots, np.array(True))
-        if wanted and has_tangent(aval):
-            masks = _zeros_of(program, needed, output, wanted)
-            zeros |= zip(wanted, masks, strict=True)
-        masks_of_outputs.append(list(zeros.values()))
-    return masks_of_outputs
+    wanted = [slot for slot in slots if has_tangent(program.in_avals[slot])]
+    outputs = [n for n in outputs if has_tangent(program.out_avals[n])]
+    zeros = dict.fromkeys(slots, np.array(True))
+    if wanted and outputs:
+        zeros |= zip(wanted, _zeros_of(program, outputs, wanted), strict=True)
+    return list(zeros.values())
 
 
-def _needed(jaxpr: Jaxpr) -> list[tuple[JaxprEqn, int]]:
-    """Each equation with the outputs that cannot be computed without it, as bits."""
-    masks: dict[Atom, int] = {}
-    for n, var in enumerate(jaxpr.outvars):
-        if not isinstance(var, Literal):
-            masks[var] = masks.get(var, 0) | 1 << n
-    needed: list[tuple[JaxprEqn, int]] = []
+def _needed(jaxpr: Jaxpr, outputs: Sequence[int]) -> list[JaxprEqn]:
+    """The equations without which some outputs cannot be computed."""
+    read = {jaxpr.outvars[n] for n in outputs if isinstance(jaxpr.outvars[n], Var)}
+    needed: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
-        mask = functools.reduce(or_, (masks.get(var, 0) for var in eqn.outvars), 0)
-        if any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))):
-            # JAX keeps what works on mutable arrays, and runs the rules before it.
-            mask = (1 << len(jaxpr.outvars)) - 1
-        needed.append((eqn, mask))
-        for var in eqn.invars if mask else ():
-            if not isinstance(var, Literal):
-                masks[var] = masks.get(var, 0) | mask
+        # JAX keeps what works on mutable arrays, and runs the rules before it.
+        has_ref = any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars)))
+        if has_ref or not read.isdisjoint(eqn.outvars):
+            needed.append(eqn)
+            read.update(var for var in eqn.invars if isinstance(var, Var))
     return needed[::-1]
 
 
@@ -109,15 +102,13 @@ def _jitted(primitive: Primitive, params: tuple[Any, ...]) -> Any:
 
 
 def _zeros_of(
-    program: ClosedJaxpr,
-    needed: Sequence[tuple[JaxprEqn, int]],
-    output: int,
-    slots: Sequence[int],
+    program: ClosedJaxpr, outputs: Sequence[int], slots: Sequence[int]
 ) -> list[Mask]:
     jaxpr = program.jaxpr
+    needed = _needed(jaxpr, outputs)
 
-    def pulled_back(inputs: list[Array], cotangent: Array) -> tuple[Array, ...]:
-        def near(*wanted: Array) -> Array:
+    def pulled_back(inputs: list[Array], cotangents: list[Array]) -> tuple[Array, ...]:
+        def near(*wanted: Array) -> list[Array]:
             value_of = dict(zip(jaxpr.constvars, program.consts, strict=True))
             value_of |= zip(jaxpr.invars, inputs, strict=True)
             value_of |= zip((jaxpr.invars[slot] for slot in slots), wanted, strict=True)
@@ -125,20 +116,19 @@ def _zeros_of(
             def read(var: Atom) -> Array:
                 return var.val if isinstance(var, Literal) else value_of[var]
 
-            for eqn, outputs in needed:
-                if outputs >> output & 1:
-                    outs = _run(eqn, list(map(read, eqn.invars)))
-                    value_of.update(zip(eqn.outvars, outs, strict=True))
-            return read(jaxpr.outvars[output])
+            for eqn in needed:
+                outs = _run(eqn, list(map(read, eqn.invars)))
+                value_of.update(zip(eqn.outvars, outs, strict=True))
+            return [read(jaxpr.outvars[n]) for n in outputs]
 
-        return jax.vjp(near, *(inputs[slot] for slot in slots))[1](cotangent)
+        return jax.vjp(near, *(inputs[slot] for slot in slots))[1](cotangents)
 
     shapes = list(map(jaxprs.shape_of, program.in_avals))
-    cotangent = jaxprs.shape_of(program.out_avals[output])
+    cotangents = [jaxprs.shape_of(program.out_avals[n]) for n in outputs]
     try:
-        closed = jax.make_jaxpr(pulled_back)(shapes, cotangent)
+        closed = jax.make_jaxpr(pulled_back)(shapes, cotangents)
     except Exception as error:
-        raise RefusedError(output) from error
+        raise RefusedError from error
     return zeros_of(closed, Value.of_closed_over)
 
 
@@ -192,7 +182,7 @@ class Reach:
         # cannot be asked alone.
         self._asked: dict[Hashable, list[int] | None] = {}
 
-    def rows(self, eqn: JaxprEqn) -> list[int]:
+    def sources(self, eqn: JaxprEqn) -> list[int]:
         """For each operand a bit for each output from which a gradient may come."""
         outs = sum(has_tangent(var.aval) << n for n, var in enumerate(eqn.outvars))
         safe = [outs * has_tangent(var.aval) for var in eqn.invars]
@@ -209,22 +199,22 @@ class Reach:
             key = name, str(eqn.params), *types
         if key not in self._asked:
             try:
-                self._asked[key] = _rows_of(eqn)
+                self._asked[key] = _sources_of(eqn)
             except Exception:  # JAX cannot differentiate it alone.
                 self._asked[key] = None
         return self._asked[key] or safe
 
 
-def _rows_of(eqn: JaxprEqn) -> list[int]:
+def _sources_of(eqn: JaxprEqn) -> list[int]:
     variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, Var)))
     empty = jax.make_jaxpr(lambda: ())().jaxpr
     alone = empty.replace(invars=variables, outvars=eqn.outvars, eqns=[eqn])
-    zeros = zero_gradients(ClosedJaxpr(alone, ()), range(len(variables)))
-    rows = dict.fromkeys(variables, 0)
-    for out, masks in enumerate(zeros):
+    sources = dict.fromkeys(variables, 0)
+    for out in range(len(eqn.outvars)):
+        masks = zero_gradients(ClosedJaxpr(alone, ()), range(len(variables)), [out])
         for var, zero in zip(variables, masks, strict=True):
-            rows[var] |= (not zero.all()) << out
-    return [rows[var] if isinstance(var, Var) else 0 for var in eqn.invars]
+            sources[var] |= (not zero.all()) << out
+    return [sources[var] if isinstance(var, Var) else 0 for var in eqn.invars]
 
 
 def culprit(program: AnyJaxpr, error: BaseException | None) -> list[JaxprEqn]:
@@ -239,7 +229,7 @@ def culprit(program: AnyJaxpr, error: BaseException | None) -> list[JaxprEqn]:
     """
     for eqn in jaxprs.opened(program).eqns:
         try:
-            _rows_of(eqn)
+            _sources_of(eqn)
         except RefusedError as refused:
             if type(refused.__cause__) is type(error):
                 inner = (culprit(body, error) for body in jaxprs.within(eqn))

@@ -64,16 +64,17 @@ class Why:
 
     def __str__(self) -> str:
         headline = _HEADLINES[self.status].format(self.parameter, self.output)
-        rows = [f'  {line}' for line in self.lines]
-        rows += [f'It is stopped by {self.by}.'] * bool(self.by)
+        lines = [headline, *(f'  {line}' for line in self.lines)]
+        if self.by:
+            lines.append(f'It is stopped by {self.by}.')
         if self.condition:
-            rows.append(f'While a condition holds, {self.condition} stops it.')
+            lines.append(f'While a condition holds, {self.condition} stops it.')
         elif len({use.trains for use in self.uses}) > 1:
             live = sum(use.trains for use in self.uses)
-            rows += [f'It is trained by {live} of {len(self.uses)} uses:']
+            lines.append(f'It is trained by {live} of {len(self.uses)} uses:')
             verbs = 'is stopped', 'trains it'
-            rows += [f'  {use.line} {verbs[use.trains]}' for use in self.uses]
-        return text.encodable('\n'.join([headline, *rows]))
+            lines += [f'  {use.line} {verbs[use.trains]}' for use in self.uses]
+        return text.encodable('\n'.join(lines))
 
 
 _HEADLINES = {
@@ -110,8 +111,6 @@ class GradientFlow(Shown):
         conditions: for each output, and in it for each parameter, the line that stops
             it by a condition, ``where & (step < k)``; ``''`` if none does. Such a
             parameter ``'flows'``.
-        numbers: the numbers among the arguments for which alone the report holds, as
-            ``'step=0'``: the function asks for their values.
     """
 
     title = 'Which output trains which part'
@@ -126,38 +125,10 @@ class GradientFlow(Shown):
     )
     arguments: tuple[tuple[int, str], ...] = ()
     conditions: tuple[tuple[str, ...], ...] = ()
-    numbers: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs cannot be pickled.
         return {**self.__dict__, 'explain': _no_way}
-
-    def joined(self, other: GradientFlow) -> GradientFlow:
-        """The report in which what another one trains counts as trained, too.
-
-        Args:
-            other: a report on the same parameters; of other outputs it says nothing.
-        """
-        if self.outputs != other.outputs:
-            return self
-        every = range(len(self.outputs)), range(len(self.parameters))
-
-        def of(k: int, n: int) -> GradientFlow:
-            return self if self.status[k][n] in (FLOWS, PARTLY) else other
-
-        def cells(field: str) -> Any:
-            rows = (
-                (getattr(of(k, n), field)[k][n] for n in every[1]) for k in every[0]
-            )
-            return tuple(map(tuple, rows))
-
-        return dataclasses.replace(
-            self,
-            status=cells('status'),
-            parts=cells('parts'),
-            conditions=cells('conditions'),
-            explain=lambda n, k: of(k, n).explain(n, k),
-        )
 
     def status_of(self, output: str, parameter: str) -> str:
         """How an output treats a parameter, one of the words of ``status``.
@@ -186,8 +157,13 @@ class GradientFlow(Shown):
         knows no lines.
 
         Args:
-            output: the name of an output.
-            parameter: the name of a parameter.
+            output: the name of an output, one of ``outputs``.
+            parameter: the name of a parameter: its path, below the collection if there
+                are several; or a ``Path``.
+
+        Returns:
+            A ``Why``: ``print`` it, or read ``by``, ``lines``, ``uses``, ``status``.
+            For a parameter that is not used it has no lines.
 
         Raises:
             UnknownNameError: if there is no such output or parameter.
@@ -195,10 +171,16 @@ class GradientFlow(Shown):
         n, k = self._number(parameter), index('output', output, self.outputs)
         status = self.status[k][n]
         way = self.explain(n, k) if status != UNUSED else Way()
-        # A parameter that flows may pass a stop, which is not named.
-        way = way if status == STOPPED else way._replace(by='')
-        condition = self.conditions[k][n] if self.conditions else ''
-        return Why(output, parameter, status, *way, condition=condition)
+        return Why(
+            output=output,
+            parameter=parameter,
+            status=status,
+            lines=way.lines,
+            # A parameter that flows may pass a stop, which is not named.
+            by=way.by if status == STOPPED else '',
+            uses=way.uses,
+            condition=self.conditions[k][n] if self.conditions else '',
+        )
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -234,7 +216,7 @@ class GradientFlow(Shown):
 
     def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
         """How many elements of a parameter some outputs train, see ``trained``."""
-        mask = self._mask(number, self.trained(number, outputs))
+        mask = self.mask(number, self.trained(number, outputs))
         return math.prod(self.shapes[number].shape) * int(mask.sum()) // mask.size
 
     @property
@@ -280,27 +262,11 @@ class GradientFlow(Shown):
             for module, indices in grouped(self.parameters, depth).items()
         }
 
-    def differs(
-        self, number: int, wanted: bool | filters.Part, outputs: Iterable[int]
-    ) -> tuple[bool, bool]:
-        """Whether outputs train too little of a parameter, and whether too much.
-
-        Args:
-            number: the number of the parameter.
-            wanted: what the outputs should train of it.
-            outputs: the numbers of the outputs, which count together.
-        """
-        trained = self.trained(number, outputs)
-        most, want = self._mask(number, trained), self._mask(number, wanted)
-        unclear = isinstance(trained, filters.Part) and trained.is_unclear
-        least = most & (not unclear)
-        return bool((want & ~least).any()), bool((most & ~want).any())
-
-    def _mask(self, number: int, trained: bool | filters.Part) -> Any:
-        """The elements of a parameter that are meant."""
-        if not isinstance(trained, filters.Part):
-            return np.array(trained)
-        return trained.mask(self.shapes[number].shape, self.parameters[number])
+    def mask(self, number: int, decision: bool | filters.Part) -> Any:
+        """The elements of a parameter that a decision means, as an array of bools."""
+        if not isinstance(decision, filters.Part):
+            return np.array(decision)
+        return decision.mask(self.shapes[number].shape, self.parameters[number])
 
     def rows(self) -> list[dict[str, Any]]:
         """A plain dict for each parameter, for JSON and ``pandas.DataFrame``."""
@@ -365,17 +331,14 @@ class GradientFlow(Shown):
             pairs = (f'{name} is {n}' for n, name in self.arguments)
             lines.append(f'In paths and filters, {", ".join(pairs)}.')
         lines += by_condition(self.conditions, self._labels)
-        if self.numbers:
-            lines.append(f'It holds for {", ".join(self.numbers)} alone.')
         idle: dict[bool, list[str]] = {}
         for n in every:
             if self.trained(n) is False:
                 is_used = any(row[n] != UNUSED for row in self.status)
                 idle.setdefault(is_used, []).append(self._labels[n])
         for is_used, names in idle.items():
-            lines.append(
-                f'No output {"trains" if is_used else "uses"} {listed(names)}.'
-            )
+            verb = 'trains' if is_used else 'uses'
+            lines.append(f'No output {verb} {listed(names)}.')
         return tuple(lines)
 
     def __repr__(self) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -14,11 +14,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
-from flax_sg.flow.function import Function, names_of_arguments
+from flax_sg.flow.function import Function, names_of_arguments, outputs_of
 from flax_sg.internals.jaxprs import BLOCK
-from flax_sg.internals.types import Array, Kwargs, Leaf
-from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of
+from flax_sg.internals.types import Array, Kwargs, Leaf, PyTree
+from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of, shape_of
 from flax_sg.trees.trainable import Declared, chosen, states
 
 
@@ -28,12 +29,10 @@ class Parameter(NamedTuple):
     Attributes:
         path: its path.
         slots: the indices of its arrays among the inputs of the program.
-        wanted: whether ``wrt`` means it, or which part of it.
     """
 
     path: Path
     slots: tuple[int, ...]
-    wanted: bool | filters.Part
 
 
 class Traced(NamedTuple):
@@ -47,11 +46,12 @@ class Traced(NamedTuple):
         arguments: if several arguments hold parameters, the position of each, and the
             name that the function gives it.
         name: what the user calls the function.
-        numbers: the numbers of Python whose values the function asks for, by their
-            names. The program has been traced for these values.
         may_have_aux: whether the function returns a tuple that begins with one number,
             as ``(loss, new_statistics)``.
-        takes_numbers: whether a number of Python is an input of the program.
+        returns_parameters: whether it returns a tree like its parameters, as
+            ``jax.grad`` does.
+        constant: what to write for the first int that never changes; ``''`` if there is
+            no int.
     """
 
     program: ClosedJaxpr
@@ -59,110 +59,68 @@ class Traced(NamedTuple):
     parameters: list[Parameter]
     arguments: tuple[tuple[int, str], ...]
     name: str
-    numbers: dict[str, Any]
     may_have_aux: bool
-    takes_numbers: bool
+    returns_parameters: bool
+    constant: str
 
 
-def traced(
+def trace_of(
+    call: str,
     fun: Callable[..., Any],
     args: Sequence[Any],
     argnums: int | Sequence[int],
     has_aux: bool,
     wrt: filters.Where | Declared,
     kwargs: Kwargs,
-    is_fixed: bool = False,
 ) -> Traced:
     """Traces a function and finds its parameters; see ``gradient_flow``.
 
-    With ``is_fixed`` all numbers of Python are constants.
+    Before its arguments comes what the user calls: ``'sg.live(loss, params)'``.
     """
-    function = Function(fun, args, has_aux, kwargs)
+    function = Function(call, fun, has_aux, kwargs)
     if not isinstance(wrt, Declared):
         wrt = filters.named(filters.as_filter(wrt), 'trained', 'wrt={}')
-    arguments = _Arguments(args, kwargs, argnums, wrt)
-    if not arguments.hold_parameters():
+    inputs = _Inputs(function, args, kwargs, argnums, wrt)
+    if not inputs.of_parameters:
         raise errors.ArgumentTypeError(
             f'{function.name} has no parameters: argument '
-            f'{", ".join(map(str, arguments.own))} holds no arrays.\n'
-            'Give arrays or their shapes, and say which argument holds them: argnums=1.'
+            f'{", ".join(map(str, inputs.own))} holds no arrays.\n'
+            f'Write {call}, with arrays or their shapes; argnums=1 says which argument '
+            'holds them.'
         )
     outputs: list[str] = []
+    returns_parameters: list[bool] = []
 
     # JAX's errors name the function of the user.
     @functools.wraps(function.run, updated=())
     def of_arrays(arrays: dict[_Key, Array]) -> list[Array]:
-        outputs[:], leaves = function.outputs(*arguments.restored(arrays))
+        out = function.returned(*inputs.restored(arrays))
+        returns_parameters.append(inputs.are_like(out))
+        outputs[:], leaves = outputs_of(out)
         return leaves
 
-    program = _program(jax.make_jaxpr(of_arrays), arguments, is_fixed)
+    try:
+        program = jax.make_jaxpr(of_arrays)(inputs.leaves)
+    except Exception as error:
+        if numbers := inputs.asked_for(str(error)):
+            raise inputs.are_traced(numbers) from error
+        raise
     if not outputs:
         raise errors.ArgumentTypeError(
             f'{function.name} returns nothing: no gradient can come from there.\n'
-            'Return the loss, or several in a dict.'
+            f'Return the loss, or several in a dict, and write {call}.'
         )
-    names = names_of_arguments(function.run)
-    own = () if isinstance(argnums, int) else arguments.own
+    own = () if isinstance(argnums, int) else inputs.own
     return Traced(
-        program,
-        tuple(outputs),
-        arguments.parameters(),
-        tuple((n, names[n]) for n in own if n in names),
-        function.name,
-        arguments.constant_numbers(names),
-        function.may_have_aux,
-        not arguments.numbers.keys().isdisjoint(arguments.inputs),
+        program=program,
+        outputs=tuple(outputs),
+        parameters=inputs.parameters(),
+        arguments=tuple((n, inputs.names[n]) for n in own if n in inputs.names),
+        name=function.name,
+        may_have_aux=function.may_have_aux,
+        returns_parameters=returns_parameters == [True],
+        constant=next(map(inputs.constant, inputs.ints), ''),
     )
-
-
-def _program(
-    trace: Callable[..., ClosedJaxpr], arguments: _Arguments, is_fixed: bool
-) -> ClosedJaxpr:
-    """The program; numbers whose values the function asks for are constants in it."""
-    every = arguments.inputs
-
-    def of(numbers: Collection[_Key]) -> tuple[ClosedJaxpr, dict[_Key, Any]]:
-        constants = arguments.numbers.keys() - {*numbers}
-        inputs = {key: every[key] for key in every if key not in constants}
-        return trace(inputs), inputs
-
-    numbers = () if is_fixed else [*arguments.numbers]
-    program, arguments.inputs = with_numbers(numbers, of) or of(())
-    return program
-
-
-_K = TypeVar('_K')
-_T = TypeVar('_T')
-
-
-def with_numbers(
-    numbers: Sequence[_K], trace: Callable[[Collection[_K]], _T | None]
-) -> _T | None:
-    """A trace in which numbers are inputs, but for those whose values are asked for.
-
-    Args:
-        numbers: the numbers.
-        trace: traces a function, of which some of them are inputs and the others are
-            constants. It raises, or returns None, if one of them has to be a constant.
-
-    Returns:
-        What ``trace`` has returned; None if all numbers have to be constants.
-    """
-    inputs, last = list[_K](), list[_T]()
-
-    def take(group: Sequence[_K]) -> None:
-        with contextlib.suppress(Exception):  # Whatever a function raises that asks.
-            if (result := trace([*inputs, *group])) is not None:
-                inputs.extend(group)
-                last[:] = [result]
-                return
-        if half := len(group) // 2:
-            take(group[:half])
-            take(group[half:])
-
-    if numbers:
-        take(numbers)
-    return last[0] if last else None
 
 
 # A number of Python may be another one at the next step. A bool is a flag.
@@ -171,25 +129,33 @@ _NUMBERS = int, float, complex
 _Key: TypeAlias = tuple[int, int]
 
 
-class _Arguments:
-    """The arguments of a function, of which some hold its parameters.
+class _Inputs:
+    """The arguments of a function, as the inputs of its program.
 
     Attributes:
         own: the arguments that hold parameters, by their position.
-        inputs: the leaves that are traced. All others are constants of the program.
-        numbers: those of the leaves that are numbers of Python, and no parameters. The
-            weight of a loss, or a step, may be 0 now, and another number later.
+        leaves: the leaves that are traced. All others are constants of the program.
+        numbers: those that are one number of Python or NumPy. The weight of a loss, or
+            a step, may be 0 now, and another number later.
+        ints: the ints among these, such as a step beside the parameters.
+        of_parameters: the leaves that hold parameters.
+        names: the names of the arguments, by their position; those that are given by
+            name stand behind.
     """
 
     def __init__(
         self,
+        function: Function,
         args: Sequence[Any],
         kwargs: Kwargs,
         argnums: int | Sequence[int],
         wrt: filters.Filter | Declared,
     ) -> None:
         self.own = arguments_of(args, argnums)
-        everything = enumerate((*args, kwargs))
+        self.names = names_of_arguments(function.run)
+        self.names |= enumerate(kwargs, len(args))
+        self._function, self._keywords = function, list(kwargs)
+        everything = enumerate((*args, *kwargs.values()))
         self._trees = [self.own.get(n) or leaves_of(arg) for n, arg in everything]
         decisions = dict(zip(self.own, chosen([*self.own.values()], wrt), strict=True))
         # For each leaf of ``own``: its path, and whether ``wrt`` means it, or a part.
@@ -200,62 +166,99 @@ class _Arguments:
                 zip(tree.paths, decisions[n], strict=True)
             )
         }
-        self.inputs: dict[_Key, Any] = {
+        self.leaves: dict[_Key, Any] = {
             (n, k): leaf
             for n, tree in enumerate(self._trees)
             for k, leaf in enumerate(tree.values)
             if holds_arrays(leaf) or type(leaf) in _NUMBERS
         }
-        self.numbers = {
-            (n, k): leaf
-            for (n, k), leaf in self.inputs.items()
-            if _is_number(leaf) and not (n in self.own and is_differentiable(leaf))
-        }
+        self.numbers = {k: leaf for k, leaf in self.leaves.items() if _is_number(leaf)}
+        self.ints = [k for k, x in self.numbers.items() if not is_differentiable(x)]
+        of_own = {key for key in self.leaves if key[0] in self.own}
+        self.of_parameters = of_own.difference(self.ints)
 
-    def hold_parameters(self) -> bool:
-        """Whether there is anything to differentiate."""
-        return any(n in self.own for n, _ in {*self.inputs} - {*self.numbers})
+    def asked_for(self, error: str) -> list[_Key]:
+        """The numbers whose values a function asks for, as the text of an error tells.
 
-    def constant_numbers(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """The numbers that are no inputs, by their names.
-
-        Args:
-            names: the names of the arguments, by their position.
+        JAX names all inputs that a value depends on: ``args[0][(1, 0)]``. Others, such
+        as a dict without this key, tell that it is a tracer: of an int, in most cases.
         """
-        return {
-            self._name_of((n, k), names): number
-            for (n, k), number in self.numbers.items()
-            if (n, k) not in self.inputs
-        }
+        if not re.search('trace[rd]', error, re.IGNORECASE):
+            return []
+        found = re.findall(r'\[\((\d+), (\d+)\)\]', error)
+        keys = [(int(n), int(k)) for n, k in found] or self.ints or [*self.numbers]
+        return keys if all(key in self.numbers for key in keys) else []
 
-    def _name_of(self, key: _Key, names: Mapping[int, str]) -> str:
+    def are_traced(self, numbers: Sequence[_Key]) -> errors.ArgumentTypeError:
+        """The error for a function that asks for the values of numbers."""
+        names = listed([self._name_of(key) for key in numbers])
+        return errors.ArgumentTypeError(
+            f'{self._function.name} asks for the value of {names}.\n'
+            'A number of Python is traced, as under jax.jit: it may be another one at '
+            'the next step.\n'
+            f'If it never changes, {self.constant(numbers[0])}.'
+        )
+
+    def constant(self, number: _Key) -> str:
+        """What to write for a number that never changes."""
+        n, fun = number[0], self._function.called
+        argument, _, inside = self._name_of(number).partition('/')
+        has_arrays = any(x == n for x, _ in self.leaves.keys() - self.numbers)
+        if n in self.own or has_arrays or n not in self.names:
+            return f'leave it out of the arguments, and let {fun} close over it'
+        value = argument if inside else repr(self.numbers[number])
+        by_position = range(n + 1, len(self._trees) - len(self._keywords))
+        after = [self.names[k] for k in by_position if k in self.names]
+        by_name = f', and give {listed(after)} by name' if after else ''
+        return f'write functools.partial({fun}, {argument}={value}){by_name}'
+
+    def are_like(self, out: PyTree) -> bool:
+        """Whether what a function returns has the names and shapes of its parameters.
+
+        One array may be like another by chance. ``jax.value_and_grad`` returns a pair.
+        """
+        parts = [out, *out[1:2]] if type(out) is tuple else [out]
+        own = {
+            path: shape_of(self.leaves[key])
+            for key, (path, is_meant) in self._decisions.items()
+            if is_meant is not False
+        }
+        found = [
+            {path: shape_of(x) for path, x in leaves_of(part) if is_differentiable(x)}
+            for part in parts
+        ]
+        return bool(own) and '' not in own and own in found
+
+    def _name_of(self, key: _Key) -> str:
         """What a user calls a leaf of the arguments: ``'step'``, ``'config/steps'``."""
         n, k = key
         keys = self._trees[n].key_paths[k]
         path = jax.tree_util.keystr(keys, simple=True, separator='/')
-        if n == len(self._trees) - 1:  # A keyword argument.
-            return path
-        return '/'.join(filter(None, (names.get(n, f'argument {n}'), path)))
+        return '/'.join(filter(None, (self.names.get(n, f'argument {n}'), path)))
 
     def restored(self, arrays: Mapping[_Key, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments and keyword arguments, with tracers in place of ``inputs``."""
-        *args, kwargs = (
+        """The arguments and keyword arguments, with tracers in place of ``leaves``."""
+        trees = [
             tree.restore(
                 self._selected((n, k), arrays[n, k]) if (n, k) in arrays else leaf
                 for k, leaf in enumerate(tree.values)
             )
             for n, tree in enumerate(self._trees)
-        )
-        return args, kwargs
+        ]
+        first = len(trees) - len(self._keywords)
+        return trees[:first], dict(zip(self._keywords, trees[first:], strict=True))
 
     def _selected(self, key: _Key, array: Array) -> Array:
         """An input, stopped where ``wrt`` does not mean it.
 
-        An argument that is not differentiated needs no stop.
+        An argument that is not differentiated needs no stop. A float of Python that
+        is left out is what it is: the field of a model, whose value a method may ask.
         """
         if key not in self._decisions:
             return array
         path, decision = self._decisions[key]
+        if decision is False and type(self.leaves[key]) is float:
+            return self.leaves[key]
         return array if decision is True else _stopped(array, decision, path)
 
     def parameters(self) -> list[Parameter]:
@@ -263,13 +266,11 @@ class _Arguments:
         of_state = itertools.chain(*(states(tree.tree) for tree in self.own.values()))
         slots = self._slots()
         return [
-            Parameter(path, slots[key], decision)
+            Parameter(path, slots[key])
             for (key, (path, decision)), is_state in zip(
                 self._decisions.items(), of_state, strict=True
             )
-            if key in slots
-            and key not in self.numbers
-            and not _is_left_out(decision, is_state)
+            if key in self.of_parameters and not _is_left_out(decision, is_state)
         ]
 
     def _slots(self) -> dict[_Key, tuple[int, ...]]:
@@ -277,7 +278,7 @@ class _Arguments:
         indices = itertools.count()
         return {
             key: tuple(itertools.islice(indices, len(jax.tree.leaves(leaf))))
-            for key, leaf in self.inputs.items()
+            for key, leaf in self.leaves.items()
         }
 
 

@@ -72,12 +72,12 @@ def way(flat: Flat, slots: Iterable[int], output: int) -> Way:
         seen.add(value)
         if value == flat.outputs[output]:
             return _described(walked)
-        rows, reached = reaches, flat.read
+        bits_of, reached = reaches, flat.read
         if is_live(value):
-            rows, reached = flat.flows, flat.live
+            bits_of, reached = flat.flows, flat.live
         cuts = not is_live(value) and has_tangent(flat.avals[value])
         for step, index in flat.readers[value]:
-            bits, last = rows(step)[index], walked
+            bits, last = bits_of(step)[index], walked
             # What hands a value on between two bodies is no line of its own.
             if not Bodies.of(step.eqn).jaxprs:
                 last = _Walked(step, cuts, walked)

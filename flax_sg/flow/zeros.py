@@ -205,13 +205,13 @@ class Zeros:
         for turns in itertools.count():
             pairs = zip(now, turn(now), strict=True)
             after = [Value(small(_all(pair))) for pair in pairs]
-            rows = [*zip(now, after, strict=True)]
-            if all(old.key == new.key for old, new in rows):
+            both = [*zip(now, after, strict=True)]
+            if all(old.key == new.key for old, new in both):
                 break
             now = after
             if turns >= _MOST_TURNS:  # This ends it: each turn for one value at least.
                 now = [
-                    new if old.key == new.key else _unknown(new) for old, new in rows
+                    new if old.key == new.key else _unknown(new) for old, new in both
                 ]
         return now
 
@@ -334,8 +334,8 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
 
 def _stacked(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     axis = eqn.params['axis']
-    rows = [np.expand_dims(value.zero, axis) for value in ins]
-    return _concatenated(rows, [1] * len(rows), axis)
+    parts = [np.expand_dims(value.zero, axis) for value in ins]
+    return _concatenated(parts, [1] * len(parts), axis)
 
 
 def _concatenated(masks: Sequence[Mask], lengths: Sequence[int], axis: int) -> Mask:
@@ -361,19 +361,19 @@ def _padded(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
     if not fill.zero.all():
         return fill.zero & operand.zero.all()
     # Axes that are not padded stay small.
-    rows = zip(shape, operand.zero.shape, config, strict=True)
-    sizes = [size if max(padding) > 0 else short for size, short, padding in rows]
+    axes = zip(shape, operand.zero.shape, config, strict=True)
+    sizes = [size if max(padding) > 0 else short for size, short, padding in axes]
     # First the elements are spread and padded, then cut where a padding is negative.
     spread = [
         n + max(n - 1, 0) * gap for n, (*_, gap) in zip(sizes, config, strict=True)
     ]
-    rows = [*zip(spread, config, strict=True)]
-    out = np.ones([n + max(low, 0) + max(high, 0) for n, (low, high, _) in rows], bool)
-    inner = [slice(at := max(low, 0), at + n, gap + 1) for n, (low, _, gap) in rows]
+    axes = [*zip(spread, config, strict=True)]
+    out = np.ones([n + max(low, 0) + max(high, 0) for n, (low, high, _) in axes], bool)
+    inner = [slice(at := max(low, 0), at + n, gap + 1) for n, (low, _, gap) in axes]
     out[tuple(inner)] = operand.zero
-    rows = zip(out.shape, config, strict=True)
+    axes = zip(out.shape, config, strict=True)
     return _cut(
-        out, [slice(max(-low, 0), n + min(high, 0)) for n, (low, high, _) in rows]
+        out, [slice(max(-low, 0), n + min(high, 0)) for n, (low, high, _) in axes]
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -100,8 +101,13 @@ class _Forwards:
 
     def _check_fields(self: Any) -> None:
         """Makes values of the filter and the collections; raises for wrong fields."""
-        where = filters.as_filter(self.where)
-        rewrite = rules.Rewrite(where, self.rule, self.collections, self.unused)
+        where, written = filters.as_filter(self.where), ''
+        if isinstance(self.rule, rules.StopGradient):
+            name = type(self).__name__.replace('Mirror', 'mirror')
+            some = '' if where == filters.Constant(True) else f', {where!r}'
+            written = f'nn.{name}({type(innermost(self)).__name__}{some})'
+        options = self.collections, self.unused, written
+        rewrite = rules.Rewrite(where, self.rule, *options)
         _set(self, where=where, collections=rewrite.collections, _rewrite=rewrite)
         if self.state not in held_state.STATE:
             raise unknown_choice('state', self.state, held_state.STATE)
@@ -213,6 +219,10 @@ class _Forwards:
         """A wrapper of a part of the module, with the same paths."""
         within = self.module if self.within is None else self.within
         return self.clone(module=part, within=within, name=None)
+
+
+# Fields that Flax needs, and parts of a wrapper.
+_OF_CLONES = 'rule', 'within', 'parent'
 
 
 class Wrapper(_Forwards, modules.Module):
@@ -344,8 +354,6 @@ class Frozen(Wrapper):
               created, at init, is created as ever.
         unused: ``'raise'`` if a part of ``where`` matched no variable by the end of a
             call, ``'ignore'`` to let that pass.
-        rule: what a reader sees instead of the stored value, ``rules.StopGradient()``
-            by default; ``rewrite(module)`` makes a wrapper with the rewrite's rule.
 
     Raises:
         ArgumentTypeError: if ``module`` is no module: None, a function, a class. When
@@ -359,6 +367,12 @@ class Frozen(Wrapper):
         function that uses other modules of the body warns (``ScanMemoryWarning``).
         Flux.jl #1931 asks for the same in Julia.
     """
+
+
+# ``help(Frozen)`` shows what a user may write.
+_fields = inspect.signature(Frozen.__init__).parameters.values()
+_shown = [x.replace(annotation=x.empty) for x in _fields if x.name not in _OF_CLONES]
+setattr(Frozen.__init__, '__signature__', inspect.Signature(_shown))  # noqa: B010
 
 
 def _set(module: Module, /, **attributes: Any) -> None:

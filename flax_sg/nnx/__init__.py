@@ -15,7 +15,13 @@ It needs flax 0.12.1 or newer; linen has no such bound.
 import typing as _typing
 
 from flax import nnx as _nnx
-from flax.nnx import *  # pyright: ignore[reportWildcardImportFromLibrary]
+
+if _typing.TYPE_CHECKING:  # Of two imports of one name mypy keeps the first.
+    from flax_sg.nnx.choosing import DiffState as DiffState
+    from flax_sg.nnx.choosing import ModelAndOptimizer as ModelAndOptimizer
+    from flax_sg.nnx.choosing import Optimizer as Optimizer
+
+from flax.nnx import *  # type: ignore[assignment,misc]  # pyright: ignore[reportWildcardImportFromLibrary]
 
 from flax_sg import errors as _errors
 from flax_sg.errors.elsewhere import missing as _missing

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from flax_sg import errors, filters
+from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters.expressions import of_a_part_in_nnx
 from flax_sg.filters.paths import Path
 from flax_sg.internals.places import Place, warn_once
@@ -148,6 +149,8 @@ def for_nnx(wrt: Kind, call: str, model: Model = None) -> Any:
     elif isinstance(wrt, Chosen) or not _is_of_paths(wrt):
         _check_tags(wrt)
         return wrt
+    if model is not None and not Walk(model).modules:
+        raise wrong_argument(model, 'NNX module', call.format("'encoder/**'"))
     return filters.as_filter(wrt) if model is None else where(model, wrt)
 
 

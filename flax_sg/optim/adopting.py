@@ -8,6 +8,7 @@ all moments in the same part of the state are.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import raised_by, wrong_argument
+from flax_sg.errors.texts import brief, raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.types import Decision, Leaf, PyTree, Transformation
 from flax_sg.optim.belonging import check_transformation
@@ -80,6 +81,8 @@ def adopt(
     """
     states = state, *earlier
     makers = _makers(tx, old, len(states))
+    if isinstance(params, tuple) and not isinstance(state, (tuple, list)):
+        _check_order(tx, params, state)
     values = [dict(values_of(old_state)) for old_state in states]
     new, leaves = tx.init(params), parameters_of(params)
     pairs = values_of(new)
@@ -128,6 +131,18 @@ def adopt(
         report(_lists(owners, outcomes, itertools.chain(*values)))
     carried = [outcomes[names][0] for names, _ in pairs]
     return jax.tree.structure(new, is_leaf=is_of_one_selection).unflatten(carried)
+
+
+def _check_order(tx: Transformation, params: PyTree, state: PyTree) -> None:
+    """Raises if what is given as parameters is a state, and the other way round."""
+    with contextlib.suppress(Exception):
+        if isinstance(state, type(tx.init(params))):
+            return
+    raise errors.ArgumentTypeError(
+        f'sg.adopt: params and state are exchanged: params is {brief(params)}, as a '
+        f'state is, and state is {brief(state)}.\n'
+        'Write sg.adopt(tx, params, state).'
+    )
 
 
 def _makers(tx: Transformation, old: Any, count: int) -> Sequence[Any]:

@@ -267,7 +267,15 @@ def freeze(
         call = 'sg.freeze(tx, {})'
         where = filters.named(filters.as_filter(where), 'frozen', call)
     frozen = Freeze(optax.with_extra_args_support(tx), where, unused)
-    return optax.GradientTransformationExtraArgs(frozen.init, frozen.update)
+    return Frozen(frozen.init, frozen.update)
+
+
+class Frozen(optax.GradientTransformationExtraArgs):
+    """What ``sg.freeze`` returns: ``repr`` says what is frozen."""
+
+    def __repr__(self) -> str:
+        frozen: Any = self.init
+        return f'sg.freeze(tx, {frozen.__self__.where!r})'
 
 
 def pruned(

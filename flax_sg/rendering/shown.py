@@ -1,8 +1,9 @@
-"""What is printed and drawn as a matrix."""
+"""What is printed, shown in notebooks and drawn."""
 
 from __future__ import annotations
 
 import abc
+import html
 import os
 from typing import ClassVar
 
@@ -10,7 +11,14 @@ from flax_sg.rendering import pictures
 from flax_sg.rendering.matrix import Matrix
 
 
-class Shown(abc.ABC):
+class InNotebooks:
+    """What is a table when it is printed, and at the end of a notebook's cell."""
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="line-height: 1.2">{html.escape(str(self))}</pre>'
+
+
+class Shown(InNotebooks, abc.ABC):
     """A report that is shown as a matrix: ``print`` it, or draw it.
 
     Attributes:

@@ -219,7 +219,7 @@ def _substituted(
     if unknown and unused != 'ignore':
         names = sorted(tuple(map(name_of, keys)) for keys in unknown)
         existing = ('/'.join(map(name_of, keys)) for keys in leaves.key_paths)
-        raise no_variables('A tree of values', names, existing)
+        raise no_variables('sg.substitute: the tree of values', names, existing)
     decisions: list[Decision] = [keys in present for keys in leaves.key_paths]
     if where is not None:
         [decisions] = selected([leaves.paths], where, unused)

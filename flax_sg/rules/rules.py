@@ -196,12 +196,14 @@ class Rewrite:
         collections: the collections that the filter looks at.
         unused: what to do if a part of the filter matches no variable: ``'raise'`` or
             ``'ignore'``. Judged when a block ends.
+        written: what the user wrote instead: ``'nn.Frozen(Dense)'``.
     """
 
     where: filters.Filter
     rule: Rule
     collections: CollectionFilter = 'params'
     unused: str = dataclasses.field(default='raise', compare=False)
+    written: str = dataclasses.field(default='', compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'collections', _collections(self.collections))
@@ -210,6 +212,8 @@ class Rewrite:
             filters.named(self.where, 'frozen', 'nn.stop_gradient({})')
 
     def __repr__(self) -> str:
+        if self.written:
+            return self.written
         more = f', collections={self.collections!r}'
         shown = '' if self.collections == 'params' else more
         return f'{self.rule.name}({self.where!r}{self.rule.args}{shown})'

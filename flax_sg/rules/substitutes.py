@@ -72,7 +72,10 @@ class FromTree(Substitute):
         del find
         entry = (path.collection, path.parts)
         if path.outside or entry not in self.entries:
-            raise no_value(path, 'the tree')
+            places = (x for top, x in self.entries if top == path.collection)
+            size = len(path.parts)
+            outer = next((x[:-size] for x in places if x[-size:] == path.parts), ())
+            raise no_value(path, 'the tree', '/'.join(outer))
         return fitting(path, value, self.entries[entry])
 
 

@@ -196,6 +196,13 @@ def chosen(layers: Layers, length: int) -> NDArray[np.bool_]:
     index = layers if isinstance(layers, (slice, int)) else np.asarray(layers)
     # numpy makes floats of [], which are no indices.
     is_empty = isinstance(index, np.ndarray) and not index.size
+    if isinstance(index, np.ndarray) and index.dtype.kind in 'UO':
+        where = layers if isinstance(layers, str) else '**/kernel'
+        raise errors.PartError(
+            f'frozen_layers={layers!r} names parameters, and no layers.\n'
+            f'A filter of parameters tells for which the {length} layers are frozen.\n'
+            f'Write frozen_layers={{{where!r}: slice(0, {max(1, length // 2)})}}.'
+        )
     try:
         mask[slice(0) if is_empty else index] = True
     except IndexError as error:

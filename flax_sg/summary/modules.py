@@ -13,13 +13,16 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief, unknown_choice
 from flax_sg.filters.inputs import inputs_explained
 from flax_sg.filters.paths import Path
-from flax_sg.flow import gradient_flow
+from flax_sg.flow.analysis import report_on
 from flax_sg.flow.report import by_condition
+from flax_sg.flow.traced import trace_of
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.types import Model, PyTree
 from flax_sg.rendering import text
+from flax_sg.rendering.shown import InNotebooks
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees.leaves import leaves_of
+from flax_sg.trees.trainable import DECLARED
 
 _LINES, _WIDTH = 50, 80
 # Parameters are immutable here: written collections do not count as outputs.
@@ -102,7 +105,9 @@ def tabulate(
     notes: list[str] = []
     if leaves_of(tree).values:
         with inputs_explained('sg.tabulate({})', model, args, kwargs):
-            report = gradient_flow(run, tree, *args, **options)
+            call = 'sg.tabulate(model, x)', run, (tree, *args)
+            trace = trace_of(*call, 0, False, DECLARED, options)
+            report = report_on(trace, together=True)
         for n, (path, shape) in enumerate(
             zip(report.parameters, report.shapes, strict=True)
         ):
@@ -142,17 +147,17 @@ class ModuleRow(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """The row as plain data."""
         trained, frozen = self.counts
-        word = 'partly' if trained and frozen else 'trainable' if trained else ''
+        word = 'partly' if trained and frozen else 'trainable' if trained else 'frozen'
         return {
             'module': '/'.join(self.names),
             'class': self.cls,
             'parameters': trained + frozen,
             'trainable': trained,
-            'gradient': word or 'frozen' * bool(frozen),
+            'gradient': word if trained or frozen else '',
         }
 
 
-class ModuleTable(str):
+class ModuleTable(InNotebooks, str):
     """A table of modules: text, and plain data for other formats."""
 
     modules: Sequence[ModuleRow] = ()

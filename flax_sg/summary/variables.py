@@ -16,6 +16,7 @@ from flax_sg.filters.paths import Path, natural_key
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.types import Decision, Model, PyTree
 from flax_sg.rendering import text
+from flax_sg.rendering.shown import InNotebooks
 from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees import leaves
 from flax_sg.trees.absent import ABSENT, Absent
@@ -46,10 +47,8 @@ class Variable:
     is_parameter: bool = True
 
 
-class Paths(tuple[Variable, ...]):
+class Paths(InNotebooks, tuple[Variable, ...]):
     """The variables of a model; prints as a table."""
-
-    __slots__ = ()
 
     def __repr__(self) -> str:
         rows = text.repeated(
@@ -127,6 +126,8 @@ def paths(
         pattern = args[0] if args and isinstance(args[0], str) else 'encoder/**'
         name = 'model' if is_nnx_model(model) else 'tree'
         write = f'sg.paths({name}, where={pattern!r})'
+        if any(isinstance(arg, linen.Module) for arg in args):
+            write = 'sg.paths(model, x): the model comes first'
         raise wrong_argument(
             (*args, kwargs)[0], f'input: this {name} takes none', write
         )

@@ -8,11 +8,12 @@ from typing import Any
 from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
+from flax_sg.flow.analysis import report_of
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED
 from flax_sg.flow.rows import index
 from flax_sg.internals.types import Args, Kwargs
 from flax_sg.trees import leaves
-from flax_sg.trees.trainable import not_differentiable
+from flax_sg.trees.trainable import DECLARED, not_differentiable
 
 
 def assert_flows(
@@ -59,7 +60,7 @@ def assert_flows(
         UnknownNameError: if a part of ``output`` selects no output.
         ArgumentTypeError: if ``where`` selects only leaves without a gradient.
     """
-    report = _report(loss, args, argnums, has_aux, kwargs)
+    report = _report('assert_flows', loss, args, argnums, has_aux, kwargs)
     _check(report, where, output)
 
 
@@ -92,7 +93,7 @@ def assert_stopped(
     The loss trains encoder.
     encoder is used at ...
     """
-    report = _report(loss, args, argnums, has_aux, kwargs)
+    report = _report('assert_stopped', loss, args, argnums, has_aux, kwargs)
     _check(report, where, output, trained=False)
 
 
@@ -121,11 +122,12 @@ def assert_trains_only(
     >>> assert_trains_only(losses, 'head', params, jnp.ones(2), output='head')
     >>> assert_trains_only(losses, ['encoder', 'head'], params, jnp.ones(2))
     """
-    report = _report(loss, args, argnums, has_aux, kwargs)
+    report = _report('assert_trains_only', loss, args, argnums, has_aux, kwargs)
     _check(report, where, output, only=True)
 
 
 def _report(
+    name: str,
     loss: Callable[..., Any] | flow.GradientFlow,
     args: Args,
     argnums: int | Sequence[int],
@@ -134,9 +136,10 @@ def _report(
 ) -> flow.GradientFlow:
     """The report on a function; a report as it is, if there are no arguments."""
     if not isinstance(loss, flow.GradientFlow):
-        return flow.gradient_flow(
-            loss, *args, argnums=argnums, has_aux=has_aux, **kwargs
-        )
+        call = f'testing.{name}(loss, where, params)'
+        options = {'wrt': DECLARED, **kwargs}
+        wrt = options.pop('wrt')
+        return report_of(call, loss, args, argnums, has_aux, wrt, options)
     if args or kwargs:
         raise TypeError('A report was made with its own arguments: give none with it.')
     return loss
@@ -172,18 +175,34 @@ def _check(
         has: list[int] = []
         for n in judged:
             wanted = decisions[n] if trained else filters.negated(decisions[n])
-            less, more = report.differs(n, wanted, outputs)
-            lacks += [n] * (less and trained)
-            has += [n] * (more and (only or not trained))
+            less, more = _differences(report, n, wanted, outputs)
+            if less and trained:
+                lacks.append(n)
+            if more and (only or not trained):
+                has.append(n)
         for verb, numbers in (('does not train', lacks), ('trains', has)):
             if numbers:
                 names = listed([report.names[n] for n in numbers])
                 lines += [f'{name} {verb} {names}.', *_why(report, numbers[0], outputs)]
     if lines:
         gradient = 'a gradient' if trained else 'no gradient'
-        alone = ' and to nothing else' * only
+        alone = ' and to nothing else' if only else ''
         lines = [f'Expected {gradient} to {named(where)}{alone}.', *lines]
         raise errors.ExpectationError('\n'.join(lines))
+
+
+def _differences(
+    report: flow.GradientFlow,
+    n: int,
+    wanted: bool | filters.Part,
+    outputs: Sequence[int],
+) -> tuple[bool, bool]:
+    """Whether some outputs together train too little of a parameter, and too much."""
+    trained = report.trained(n, outputs)
+    most, want = report.mask(n, trained), report.mask(n, wanted)
+    unclear = isinstance(trained, filters.Part) and trained.is_unclear
+    least = most & (not unclear)
+    return bool((want & ~least).any()), bool((most & ~want).any())
 
 
 def _why(report: flow.GradientFlow, n: int, outputs: Sequence[int]) -> list[str]:
@@ -196,8 +215,9 @@ def _why(report: flow.GradientFlow, n: int, outputs: Sequence[int]) -> list[str]
     k = min(outputs, key=lambda k: order.index(report.status[k][n]))
     why = report.why(report.outputs[k], name)
     lines = [f'{name} is used at {line}.' for line in why.lines[:1]]
-    lines += [f'It is stopped by {why.by}.'] * bool(why.by)
-    return lines or [f'{name} is not used.'] * (why.status == UNUSED)
+    if why.by:
+        lines.append(f'It is stopped by {why.by}.')
+    return lines or ([f'{name} is not used.'] if why.status == UNUSED else [])
 
 
 def _outputs(

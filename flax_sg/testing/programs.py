@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_sg import errors
+from flax_sg.errors.texts import wrong_argument
 from flax_sg.internals import jaxprs
 from flax_sg.internals.types import PyTree
 
@@ -64,6 +65,7 @@ def assert_same_program(
         fastest, so equal functions may get different ones. Set
         ``XLA_FLAGS=--xla_gpu_autotune_level=0`` before JAX starts.
     """
+    _check_functions('testing.assert_same_program(f, g, *args)', f, g)
     first, second = (_compiled(fn, *args, **kwargs) for fn in (f, g))
     if first.text != second.text:
         raise _differ('compile to different programs')
@@ -95,6 +97,7 @@ def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> st
         *args: the arguments to compile for.
         **kwargs: the keyword arguments to compile for.
     """
+    _check_functions('testing.optimized_hlo(fn, *args)', fn)
     return _compiled(fn, *args, **kwargs).text
 
 
@@ -107,6 +110,13 @@ class _Compiled(NamedTuple):
     text: str
     takes: list[int]
     calls: list[Any] | None
+
+
+def _check_functions(call: str, *functions: Any) -> None:
+    """Raises if something is no function, and no compiled program."""
+    for fn in functions:
+        if not callable(fn):
+            raise wrong_argument(fn, 'function, and no compiled program', call)
 
 
 def _compiled(fn: Callable[..., PyTree], *args: Any, **kwargs: Any) -> _Compiled:

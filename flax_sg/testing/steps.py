@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters, flow
-from flax_sg.errors.texts import listed
+from flax_sg.errors.texts import listed, raised_by
 from flax_sg.filters.paths import Path
 from flax_sg.flow.rows import alike, index, repeated, unique
 from flax_sg.internals.types import Array, PyTree
@@ -218,29 +218,30 @@ def assert_moves_only(
         UnusedFilterError: if a part of ``where`` selects no parameter.
         PartError: if a part that ``where`` means does not fit its parameter.
     """
-    who, where = named(where), filters.as_filter(where)
+    with raised_by('testing.assert_moves_only(before, after, where)'):
+        who, where = named(where), filters.as_filter(where)
     report = moves(before, after, gradients)
     [decisions] = leaves.selected([report.parameters], where)
-    pairs = [*zip(_parameters(before), _parameters(after), strict=True)]
-    rows_by_verb: dict[str, list[tuple[int, str]]] = {'does not move': [], 'moves': []}
+    trees = [*zip(_parameters(before), _parameters(after), strict=True)]
+    reasons_of: dict[str, list[tuple[int, str]]] = {'does not move': [], 'moves': []}
     for n, decision in enumerate(decisions):
         changes = report.status[n] in (MOVES, PARTLY, DRIFTS)
         why = report.reasons[n] or WORDS[report.status[n]].meaning
         if isinstance(decision, filters.Part) and changes:
-            (path, old), (_, new) = pairs[n]
+            (path, old), (_, new) = trees[n]
             changed = np.asarray(_differ(old, new))
             inside = changed & decision.mask(changed.shape, path)
             changes, outside = bool(inside.any()), changed & ~inside
             why = why if changes else 'what is named of it stands still'
             if outside.any():
                 verbs = 'changes, and was not named', 'change, and were not named'
-                rows_by_verb['moves'].append((n, _rows(outside, *verbs)))
+                reasons_of['moves'].append((n, _rows(outside, *verbs)))
         if filters.is_meant(decision) != changes:
-            rows_by_verb['moves' if changes else 'does not move'].append((n, why))
+            reasons_of['moves' if changes else 'does not move'].append((n, why))
     lines: list[str] = []
-    for verb, rows in rows_by_verb.items():
-        for n, why in rows[:1]:
-            names = [report.names[n] for n, _ in rows]
+    for verb, said in reasons_of.items():
+        for n, why in said[:1]:
+            names = [report.names[n] for n, _ in said]
             lines += [f'It {verb} {listed(names)}.', f'{report.names[n]}: {why}.']
     if lines:
         lines = [f'Expected the step to move {who} and nothing else.', *lines]

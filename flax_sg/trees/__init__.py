@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, shown
+from flax_sg.errors.texts import brief, raised_by, shown
 from flax_sg.filters.paths import Path
 from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import (
@@ -160,7 +160,8 @@ def partition_n(
         The exhaustive ``partition_n`` of dm-haiku, as google/flax#1857 uses it.
     """
     leaves = tree_before('sg.partition_n(tree, classify)', tree)
-    candidates, names = classified(leaves.paths, classify)
+    with raised_by('sg.partition_n(tree, classify)'):
+        candidates, names = classified(leaves.paths, classify)
     labels = [*map(one_label, leaves.paths, candidates)]
     return {
         name: leaves.restore(

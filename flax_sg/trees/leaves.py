@@ -320,11 +320,21 @@ def misfit(path: Path, expected: str, actual: str) -> errors.StructureError:
     )
 
 
-def no_value(path: Path, source: str) -> errors.StructureError:
-    """The error for a selected variable that has no other value."""
+def no_value(path: Path, source: str, outer: str = '') -> errors.StructureError:
+    """The error for a selected variable that has no other value.
+
+    Args:
+        path: its path.
+        source: what has none.
+        outer: the module in which the source has one: it is that of a larger model.
+    """
+    advice = (
+        f'It has {outer}/{path}: give the values in {outer!r} alone.'
+        if outer
+        else 'Give one, or leave the variable out: by where= of substitute, by '
+        'sg.ABSENT in its place for nn.mirror.'
+    )
     return errors.StructureError(
         f'There is no value for {str(path)!r} of the collection {path.collection!r} in '
-        f'{source}.\n'
-        'Give one, or leave the variable out: by where= of substitute, by sg.ABSENT in '
-        'its place for nn.mirror.',
+        f'{source}.\n{advice}'
     )

@@ -98,6 +98,10 @@ def of_integers(where: Any) -> None:
 
 
 CASES: dict[str, Any] = {
+    'a predicate of arrays': (
+        lambda: split(lambda w: w.ndim < 2),
+        lambda: sg.partition(PARAMS, sg.arrays(lambda a: a.ndim < 2)),
+    ),
     'a class, and no model': (
         lambda: split(of_type(fnn.Dense)),
         lambda: of_type(fnn.Dense, *OF),

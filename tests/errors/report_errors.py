@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as fnn
@@ -13,6 +14,7 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
+from flax_sg import nnx as sg_nnx
 from flax_sg import testing
 
 PARAMS = {'head': jnp.ones(3), 'body': jnp.ones((4, 3))}
@@ -66,7 +68,49 @@ def called_back(params: Any) -> Any:
     return jax.pure_callback(jnp.sin, product, product)
 
 
+def of_layers(params: Any, depth: int, x: jax.Array) -> jax.Array:
+    for _ in range(depth):
+        x = jnp.tanh(params['body'] @ x)[:3]
+    return x @ params['head']
+
+
+def of_frozen_layers(layers: Any) -> None:
+    axes: Any = {'params': 0}
+    options = {'variable_axes': axes, 'split_rngs': {'params': True}, 'length': 3}
+    Stack = nn.scan(Layer, frozen_layers=layers, **options)  # noqa: N806
+    shapes = jax.eval_shape(fnn.scan(Layer, **options)().init, KEY, jnp.ones(2), None)
+    jax.eval_shape(Stack().apply, shapes, jnp.ones(2), None)
+
+
 CASES: dict[str, Any] = {
+    'a number whose value is asked for': (
+        lambda: sg.live(of_layers, PARAMS, 2, jnp.ones(3)),
+        lambda: sg.live(functools.partial(of_layers, depth=2), PARAMS, x=jnp.ones(3)),
+    ),
+    'parameters of a module in the place of its variables': (
+        lambda: sg.live(fnn.Dense(2).apply, {'Dense_0': {'kernel': 1.0}}, jnp.ones(2)),
+        lambda: sg.live(
+            fnn.Dense(2).apply, fnn.Dense(2).init(KEY, jnp.ones(2)), jnp.ones(2)
+        ),
+    ),
+    'a dict of losses': (
+        lambda: sg.gradient_flow({'one': loss}, PARAMS),
+        lambda: sg.gradient_flow(lambda params: {'one': loss(params)}, PARAMS),
+    ),
+    'losses in two programs': lambda: sg.precompute({'one': loss}, PARAMS),
+    'no program to compare': lambda: testing.assert_same_program(loss, PARAMS, loss),
+    'a state before the parameters': (
+        lambda: sg.adopt(optax.adam(0.1), optax.adam(0.1).init(PARAMS), PARAMS),
+        lambda: sg.adopt(optax.adam(0.1), PARAMS, optax.adam(0.1).init(PARAMS)),
+    ),
+    'an optimizer before the model': (
+        lambda: sg_nnx.Optimizer(optax.adam(0.1), MODEL, wrt='kernel'),
+        lambda: sg_nnx.Optimizer(MODEL, optax.adam(0.1), wrt='kernel'),
+    ),
+    'a filter in the place of layers': (
+        lambda: of_frozen_layers('**/kernel'),
+        lambda: of_frozen_layers({'**/kernel': slice(0, 1)}),
+    ),
     'a depth of a table': lambda: sg.tabulate(Layer(), jnp.ones(2), depth='all'),
     'another program': lambda: testing.assert_same_program(
         jnp.sin, jnp.negative, SHAPES

@@ -450,6 +450,11 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
         ['encoder_0/w', 'encoder_1/w'],
         "Did you mean 'encoder_.*/.*'?",
     ),
+    # A module of a list, as PyTorch, Python and a person name it.
+    ('blocks/0/**', ['blocks_0/w', 'blocks_1/w'], "Did you mean 'blocks_0/**'?"),
+    ('blocks[0]', ['blocks_0/w', 'blocks_1/w'], "Did you mean 'blocks_0/**'?"),
+    ('blocks.1.w', ['blocks_0/w', 'blocks_1/w'], "Did you mean 'blocks_1/w'?"),
+    ('net/blocks/*/w', ['net/blocks_0/w'], "Did you mean 'net/blocks_*/w'?"),
     ('laeyr_7', [f'layer_{n}' for n in range(201)], "Did you mean 'layer_7'?"),
     ('fc/**', NET, "Nearest: 'encoder/fc/bias', 'encoder/fc/kernel'"),
     ('encoder.fc.kernel', NET, "Names are joined by '/': 'encoder/fc/kernel'."),

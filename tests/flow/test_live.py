@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import pickle
+import warnings
 from typing import Any
 
 import jax
@@ -16,7 +19,9 @@ from jax import lax
 
 import flax_sg as sg
 from flax_sg import linen as nn
+from flax_sg import testing
 from flax_sg.filters import Derived, as_filter
+from flax_sg.flow import pullback
 from flax_sg.trees.leaves import leaves_of
 from tests.helpers import oracle
 
@@ -188,7 +193,7 @@ NOTHING: dict[str, tuple[Any, Any, str]] = {
     'frozen whole': (
         lambda p: jnp.sum(nn.Frozen(nn.Dense(3)).apply({'params': p}, X)),
         {'kernel': jnp.ones((4, 3)), 'bias': jnp.ones(3)},
-        "'bias' is stopped by stop_gradient(Constant(True)) at test_live.py:",
+        "'bias' is stopped by nn.Frozen(Dense) at test_live.py:",
     ),
     'stopped behind': (
         lambda p: lax.stop_gradient(jnp.sum(loss(p, X))),
@@ -245,109 +250,123 @@ def test_the_step_of_a_state_is_an_int_too():
         sg.live(lambda state: 0.0, {'step': 0})
 
 
-# For each function what it asks for, and what is said of it with the number 1.
-ASKS: dict[str, tuple[Any, str]] = {
-    'a flag': (lambda p, n: jnp.sum(p['a' if n < 2 else 'b']), 'b'),
-    'a weight': (lambda p, n: jnp.sum(p['a'] + max(0, n - 1) * p['b']), 'b'),
-    'a size': (
-        lambda p, n: sum(jnp.sum(p[name]) for name in list(p)[: range(n).stop]),
-        'b',
-    ),
-    'a stop': (
-        lambda p, n: jnp.sum(p['a'] * (lax.stop_gradient(p['b']) if n else p['b'])),
-        'b',
-    ),
+# For each function what it asks for.
+ASKS: dict[str, Any] = {
+    'a flag': lambda p, n: jnp.sum(p['a' if n < 2 else 'b']),
+    'a weight': lambda p, n: jnp.sum(p['a'] + max(0, n - 1) * p['b']),
+    'a size': lambda p, n: sum(jnp.sum(p[name]) for name in list(p)[: range(n).stop]),
+    'a shape': lambda p, n: jnp.sum(p['a'] + jnp.zeros(n)),
+    'a text': lambda p, n: jnp.sum(p[{'1': 'a'}[f'{n}']]),
+    'a key': lambda p, n: jnp.sum(p[{1: 'a'}[n]]),
+    'a method': lambda p, n: jnp.sum(p['a' if n.bit_length() < 2 else 'b']),
+    'a stop': lambda p, n: jnp.sum(lax.stop_gradient(p['b']) if n else p['b']),
 }
 
 
 @pytest.mark.parametrize('name', ASKS)
-def test_a_number_that_a_function_asks_for_is_named(name):
-    asks, untrained = ASKS[name]
+def test_a_number_is_traced_and_one_that_is_asked_for_raises_with_the_line(name):
+    def loss(params, step, weight):
+        return weight * params['c'] + ASKS[name](params, step)
 
-    def loss(params, step, weight, flag=True):
-        return weight * params['c'] + (asks(params, step) if flag else 0.0)
+    params = {'a': jnp.ones(1), 'b': jnp.ones(1), 'c': 1.0}
+    calls = sg.live, sg.gradient_flow, testing.assert_flows
+    for call, args in itertools.product(calls, ((1, 0.0), (np.int32(1), 0.0))):
+        where = ('c',) if call is testing.assert_flows else ()
+        with pytest.raises(sg.errors.ArgumentTypeError) as raised:
+            call(loss, *where, params, *args)
+        [head, _, write] = str(raised.value).splitlines()
+        assert 'asks for the value of step' in head
+        assert f'functools.partial(loss, step={args[0]!r}), and give weight' in write
+        assert isinstance(
+            raised.value.__cause__, (TypeError, LookupError, AttributeError)
+        )
+    # Bound, it is a constant; the weight stays an input, of which nothing is known.
+    live = sg.live(functools.partial(loss, step=1), params, weight=0.0)
+    grads = sg.grad(loss, wrt=live)(params, 1, 0.5)
+    by_hand = jax.grad(loss)(params, 1, 0.5)
+    for path, take in leaves_of(sg.mask(params, trained=live)):
+        oracle.assert_same(grads[path], by_hand[path]) if take else None
+        assert take or not by_hand[path].any()
+    assert 'c' in selected(live, params)
 
-    params = {'a': jnp.ones(2), 'b': jnp.ones(2), 'c': 1.0}
-    with pytest.warns(UserWarning, match='asks for the value of step') as warned:
-        live = sg.live(loss, params, 1, 0.0)
-    [text] = [str(each.message) for each in warned]
-    assert 'holds for step=1 alone' in text
-    assert f'With it {untrained} is not trained' in text
-    assert 'functools.partial(fun, step=...)' in text
-    # The weight stays an input, of which nothing is known.
-    assert repr(live) == "<live: 'a', 'c'>"
-    assert 'It holds for step=1 alone.' in str(sg.gradient_flow(loss, params, 1, 0.0))
-    in_a_batch = lambda p, batch: loss(p, batch['n'], 0.0)  # noqa: E731
-    with pytest.warns(UserWarning, match='close over it, and leave it out of batch'):
-        sg.live(in_a_batch, params, {'n': 1})
-    with pytest.warns(UserWarning, match='holds for step=1 alone'):
-        assert sg.live(loss, params, np.int32(1), 0.0) == live
-    # Nothing is said of what is bound, of flags, and where everything is trained.
-    assert sg.live(lambda p, w: loss(p, 1, w), params, 0.0) == live
-    sg.live(lambda p, n: jnp.sum(p['a'] + jnp.zeros(n)), {'a': jnp.ones(2)}, 2)
 
-
-def test_of_many_numbers_few_traces_find_the_one_that_is_asked_for():
+def test_a_function_is_traced_once_whatever_numbers_it_is_given():
     traces: list[int] = []
 
-    def loss(params, labels):
+    def loss(params, labels, flag):
         traces.append(1)
-        weight = 2.0 if labels[100] > 3 else 0.0
-        return jnp.sum(labels[17] * params['a'] + weight * params['b'])
+        assert flag is True
+        return jnp.sum(labels[17] * params['a'])
 
-    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
-    with pytest.warns(UserWarning, match='holds for labels/100=0 alone'):
-        sg.live(loss, params, [0] * 256)
-    assert len(traces) < 30
+    assert repr(sg.live(loss, {'a': jnp.ones(2)}, [0] * 256, True)) == "<live: 'a'>"
+    assert len(traces) == 1
 
 
-LAYERS = {**{f'layer_{n}': jnp.eye(3) for n in range(3)}, 'head': jnp.ones(3)}
+# What is asked for, as an argument of the loss; and what to write.
+WRITES: dict[str, tuple[Any, Any, str, str]] = {
+    'an entry': (
+        lambda p, config: p['a'] * range(config['n'][0])[-1],
+        ({'n': [2]},),
+        'config/n/0',
+        'functools.partial(fun, config=config)',
+    ),
+    'beside arrays': (
+        lambda p, batch: p['a'] * range(batch['n'])[-1],
+        ({'n': 2, 'x': jnp.ones(2)},),
+        'batch/n',
+        'leave it out of the arguments, and let fun close over it',
+    ),
+    'of many': (
+        lambda p, *rest: p['a'] * range(rest[1])[-1],
+        (1.0, 2),
+        'argument 2',
+        'leave it out of the arguments, and let fun close over it',
+    ),
+    'beside parameters': (
+        lambda p: p['a'] * (2.0 if p['scale'] > 1 else 1.0),
+        (),
+        'p/scale',
+        'leave it out of the arguments, and let fun close over it',
+    ),
+    'turns': (
+        lambda p, n: lax.fori_loop(0, n, lambda _, x: x * p['a'], 1.0),
+        (2,),
+        'while',
+        'how often it turns, write functools.partial(fun, n=2)',
+    ),
+}
 
 
-def by_name(params: Any, n: Any) -> Any:
-    """Trains one layer: the text of a traced number is another one, and no error."""
-    x = jnp.ones((2, 3))
-    for name in ('layer_0', 'layer_1', 'layer_2'):
-        w = params[name]
-        x = jnp.tanh(jnp.dot(x, w if name == f'layer_{n}' else lax.stop_gradient(w)))
-    return jnp.sum(jnp.dot(x, params['head']))
+@pytest.mark.parametrize('name', WRITES)
+def test_the_line_for_a_number_says_where_it_stands(name):
+    fun, args, called, write = WRITES[name]
+    with pytest.raises(sg.errors.ArgumentTypeError) as raised:
+        sg.live(fun, {'a': 2.0, 'scale': 2.0}, *args)
+    head, *_, last = str(raised.value).splitlines()
+    assert called in head
+    assert write in last
 
 
-def by_type(params: Any, n: Any) -> Any:
-    live = params['head'] if isinstance(n, int) else lax.stop_gradient(params['head'])
-    return jnp.sum(jnp.dot(params['layer_1'], live))
-
-
-def by_turns(params: Any, n: Any) -> Any:
-    """JAX cannot differentiate a loop of so many turns as a traced number says."""
-    turn = lambda _, x: jnp.tanh(jnp.dot(x, params['layer_1']))  # noqa: E731
-    x = lax.fori_loop(0, n, turn, lax.stop_gradient(params['layer_0']))
-    return jnp.sum(jnp.dot(x, params['head']))
-
-
-@pytest.mark.parametrize('fn', [by_name, by_type, by_turns])
-def test_a_number_that_is_another_one_as_a_tracer_counts_as_it_is(fn):
-    with pytest.warns(UserWarning, match='the filter holds for n=1 alone'):
-        live = sg.live(fn, LAYERS, 1)
-    assert repr(live) == "<live: 'head', 'layer_1'>"
-    sg.testing.assert_flows(fn, ['head', 'layer_1'], LAYERS, 1)
-    grads = sg.grad(fn, wrt=live)(LAYERS, 1)
-    right = jax.grad(fn)(LAYERS, 1)
-    assert not right['layer_0'].any() and not right['layer_2'].any()
-    oracle.assert_same(grads['layer_1'], right['layer_1'])
-    assert sg.gradient_flow(fn, LAYERS, 1).why('output', 'layer_1').lines
-
-
-def test_a_number_has_the_name_of_its_argument():
-    def loss(params, *rest, config):
-        return params['a'] if config['steps'][0] > 2 or rest[0] else params['b']
-
-    params = {'a': jnp.ones(()), 'b': jnp.ones(())}
-    with pytest.warns(UserWarning, match=r'of argument 1, config/steps/0,') as warned:
-        sg.live(loss, params, 0, config={'steps': [1]})
-    assert 'for argument 1=0, config/steps/0=1 alone' in str(warned[0].message)
+def test_errors_that_no_number_of_python_makes_are_those_of_jax():
+    params = {'a': jnp.ones(2)}
     with pytest.raises(ZeroDivisionError):
         sg.live(lambda params, x: jnp.sum(params['a']) / (1 // 0), params, 1.0)
+    asks = lambda params, x, n: params['a'] * (n if x > 0 else 1.0)  # noqa: E731
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        sg.live(asks, params, jnp.ones(()), 1)
+
+
+def test_a_float_that_wrt_leaves_out_is_what_it_is():
+    """The field of a model, which a method asks for; ``sg.grad`` does not mind."""
+
+    def loss(params):
+        return jnp.sum(params['a']) * (2.0 if params['scale'] > 1 else 1.0)
+
+    params = {'a': jnp.ones(2), 'scale': 2.0}
+    live = sg.live(loss, params, wrt='a')
+    assert repr(live) == "<live: 'a'>"
+    assert sg.gradient_flow(loss, params, wrt='a').status == (('flows', 'unused'),)
+    oracle.assert_same(sg.grad(loss, wrt=live)(params)['a'], 2.0 * jnp.ones(2))
 
 
 def test_statistics_beside_a_loss_train_nothing():
@@ -370,6 +389,97 @@ def test_statistics_beside_a_loss_train_nothing():
     assert repr(both) == "<live: 'body', 'head'>"
     same = sg.live(lambda p: (loss(p, x)[0], p['head'] * 2), params)
     assert same == live
+
+
+def rows(w, n):
+    """The array, of which the first rows are stopped."""
+    return jnp.concatenate([lax.stop_gradient(w[:n]), w[n:]])
+
+
+# Functions of two arrays that return what stands beside a loss: how many proofs they
+# need, and what they train.
+MANY: dict[str, tuple[Any, int, str]] = {
+    'statistics of all': (
+        lambda p: [jnp.sum(p['a'] * p['b']), *(p['a'] * n for n in range(9))],
+        2,
+        "<live: 'a', 'b'>",
+    ),
+    'statistics of nothing': (
+        lambda p: [jnp.sum(p['a']), *(lax.stop_gradient(p['b']),) * 9],
+        2,
+        "<live: 'a'>",
+    ),
+    'integers': (
+        lambda p: [jnp.sum(p['a']), *(jnp.argmax(p['b']),) * 9],
+        2,
+        "<live: 'a'>",
+    ),
+    'one output alone': (lambda p: jnp.sum(p['a']), 1, "<live: 'a'>"),
+    'another parameter': (
+        lambda p: [jnp.sum(p['a']), p['a'], jnp.sum(p['b'])],
+        5,
+        "<live: 'a', 'b'>",
+    ),
+    'a gradient and its negative': (
+        lambda p: [jnp.sum(p['a']), jnp.sum(p['b']), -jnp.sum(p['b'])],
+        5,
+        "<live: 'a', 'b'>",
+    ),
+    'the rows that the first one stops': (
+        lambda p: [jnp.sum(rows(p['a'], 1)), jnp.sum(rows(p['a'], 2)), p['a'][0]],
+        8,
+        "<live: 'a'>",
+    ),
+    'the same rows': (
+        lambda p: [jnp.sum(rows(p['a'], 1)), *(rows(p['a'], 1),) * 2],
+        8,
+        "<live: 'a'> & Index(np.s_[1:3])",
+    ),
+    'a rule that runs for one of two': (
+        lambda p: [jnp.sum(p['a']), *of_both(p['a'], p['b'])],
+        5,
+        "<live: 'a', 'b'>",
+    ),
+}
+
+
+@jax.custom_vjp
+def of_both(a, b):
+    return a * 1.0, a * 2.0
+
+
+of_both.defvjp(lambda a, b: (of_both(a, b), None), lambda _, g: (g[0] + g[1], g[0]))
+
+
+@pytest.mark.parametrize('name', MANY)
+def test_the_proof_for_one_output_stands_for_those_that_train_no_more(
+    name, monkeypatch
+):
+    fn, count, found = MANY[name]
+    proofs: list[int] = []
+    prove = pullback.zero_gradients
+    monkeypatch.setattr(
+        pullback, 'zero_gradients', lambda *args: proofs.append(1) or prove(*args)
+    )
+    params = {'a': jnp.ones((3, 2)), 'b': jnp.ones((3, 2))}
+    live = sg.live(fn, params)
+    assert (repr(live), len(proofs)) == (found, count)
+    report = sg.gradient_flow(fn, params)
+    for n, path in enumerate(report.parameters):
+        assert repr(live(path)) == repr(report.trained(n))
+
+
+@pytest.mark.parametrize(
+    'derivative', [jax.grad, jax.value_and_grad, sg.grad, jax.hessian]
+)
+def test_a_function_that_returns_gradients_is_asked_about(derivative):
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    fn = derivative(lambda params: jnp.sum(jnp.sin(params['a']) * params['b']))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter('always')
+        sg.live(fn, params)
+    said = any('like its parameters' in str(each.message) for each in warned)
+    assert said == (derivative is not jax.hessian)
 
 
 @pytest.mark.parametrize('how', ['queue', 'number', 'example', 'jitted'])

@@ -80,3 +80,25 @@ def check(seed: int) -> str:
 def test_what_is_called_zero_is_zero(first):
     for seed in range(first, first + 4):
         check(seed)
+
+
+@jax.numpy_rank_promotion('allow')
+@jax.numpy_dtype_promotion('standard')
+@pytest.mark.filterwarnings('ignore:sg.live')
+@pytest.mark.parametrize('seed', range(1000 if LONG else 12))
+def test_live_is_what_the_outputs_of_a_report_train_together(seed):
+    run = Language(random.Random(seed), with_refs=True).program()
+    params = params_of(seed)
+
+    def fn(params: dict[str, Any]) -> Any:
+        return dict(enumerate(run([params[name] for name in NAMES])))
+
+    try:
+        report = sg.gradient_flow(fn, params)
+    except (sg.errors.ArgumentTypeError, AssertionError) as error:
+        with pytest.raises(type(error)):
+            sg.live(fn, params)
+        return
+    live = sg.live(fn, params)
+    for n, path in enumerate(report.parameters):
+        assert repr(live(path)) == repr(report.trained(n)), path

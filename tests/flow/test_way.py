@@ -97,7 +97,7 @@ def optax_entropy(logits: Any) -> Any:
 
 
 class Classifier(nn.Module):
-    """A frozen layer, in one of three spellings, and a loss that stops a maximum."""
+    """A frozen layer, in one of some spellings, and a loss that stops a maximum."""
 
     kind: str
 
@@ -105,6 +105,10 @@ class Classifier(nn.Module):
     def __call__(self, x):
         if self.kind == 'Frozen':
             hidden = nn.Frozen(nn.Dense(3, name='body'))(x)
+        elif self.kind == 'a part':
+            hidden = nn.Frozen(nn.Dense(3, name='body'), 'ker*')(x)
+        elif self.kind == 'mirror':
+            hidden = nn.mirror(nn.Dense(3, name='body'))(x)
         elif self.kind == 'block':
             with nn.stop_gradient('body/**'):
                 hidden = nn.Dense(3, name='body')(x)
@@ -114,7 +118,9 @@ class Classifier(nn.Module):
 
 
 CUTS = {
-    'Frozen': 'stop_gradient(Constant(True)) at ',
+    'Frozen': 'nn.Frozen(Dense) at ',
+    'a part': "nn.Frozen(Dense, Glob('ker*')) at ",
+    'mirror': 'nn.mirror(Dense) at ',
     'block': "stop_gradient(Glob('body/**')) at ",
     'round': 'round at ',
 }
@@ -155,9 +161,9 @@ def test_a_way_through_bodies_and_loops():
 def test_nothing_is_explained_before_somebody_asks(monkeypatch):
     """A walk that asks each equation for its derivative takes as long as the proof."""
     asked: list[Any] = []
-    rows = pullback.Reach.rows
+    ask = pullback.Reach.sources
     monkeypatch.setattr(
-        pullback.Reach, 'rows', lambda self, eqn: asked.append(eqn) or rows(self, eqn)
+        pullback.Reach, 'sources', lambda self, eqn: asked.append(eqn) or ask(self, eqn)
     )
     report, _ = report_of(Leaks(stops=True))
     str(report), report.rows(), testing.assert_flows(report, 'probe/**')

@@ -535,3 +535,11 @@ def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit(
             tx.update(params, state, params)
     with pytest.raises(errors.StructureError, match='does not belong'):
         tx.update(params, frozen_dict(state), params)
+
+
+def test_the_repr_of_a_freeze_says_what_is_frozen():
+    tx = sg.freeze(optax.adam(1e-3), ['body/**', '**/bias'])
+    assert repr(tx) == "sg.freeze(tx, Glob('body/**') | Glob('**/bias'))"
+    assert repr(sg.freeze(tx)) == 'sg.freeze(tx, DECLARED)'
+    assert repr(tx._replace(init=tx.init)) == repr(tx)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)

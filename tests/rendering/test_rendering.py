@@ -1,11 +1,16 @@
 """Reports as text and pictures."""
 
+import html
 import io
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 
+import flax_sg as sg
 from flax_sg import Path
 from flax_sg.filters import Glob
 from flax_sg.flow.report import WORDS
@@ -205,3 +210,24 @@ def test_long_names_and_many_outputs_fit(monkeypatch, tmp_path):
     _, pixels = drawn(monkeypatch, tmp_path / 'flow.png', flow)
     assert_inside(pixels)
     assert 2000 < pixels.shape[1] <= 6100
+
+
+def test_a_cell_of_a_notebook_that_ends_in_a_report_shows_the_table():
+    params = {'body': {'<w>': jnp.ones(2)}, 'head': {'w': jnp.ones(2)}}
+
+    def loss(params, x):
+        hidden = jnp.tanh(jnp.sin(params['body']['<w>']) * x)
+        return jnp.sum(jax.lax.stop_gradient(hidden) * params['head']['w'])
+
+    reports = [
+        sg.gradient_flow(loss, params, jnp.ones(2)),
+        sg.precompute(loss, params, jnp.ones(2), wrt='head/**'),
+        sg.testing.moves(params, params),
+        sg.paths(params),
+        sg.tabulate(linen.Dense(2), jnp.ones(2)),
+    ]
+    for each in reports:
+        shown = each._repr_html_()
+        assert shown.startswith('<pre')
+        assert html.unescape(shown.partition('>')[2]) == f'{each}</pre>'
+        assert '<w>' not in shown

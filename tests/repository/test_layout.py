@@ -12,11 +12,16 @@ import graphlib
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import flax.nnx
 import pytest
 from flax import linen
 from flax.core import Scope
 
+import flax_sg as sg
+from flax_sg import filters, nnx, testing
+from flax_sg import linen as nn
 from flax_sg.internals import jaxprs
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +235,19 @@ def modules_at_top(package: Path) -> list[str]:
     ]
 
 
+def hidden_modules(package: Path) -> list[str]:
+    """Modules whose package has another thing of this name: mypy takes the module."""
+    trees = modules(package)
+    return [
+        f'{room}.{alias.asname or alias.name} is a module, too'
+        for room, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module != room
+        for alias in node.names
+        if f'{room}.{alias.asname or alias.name}' in trees
+    ]
+
+
 # Each check with a faulty file, and the report that the check must give.
 CHECKS: list[tuple[Check, str, str, str]] = [
     (relative_imports, 'a.py', 'from . import b', 'pkg.a imports ..b'),
@@ -259,6 +277,7 @@ CHECKS: list[tuple[Check, str, str, str]] = [
         'if TYPE_CHECKING:\n    import pkg.rules.rules',
         'pkg.trees.a imports pkg.rules.rules',
     ),
+    (hidden_modules, '__init__.py', 'from pkg.a import b as a', 'pkg.a is a module'),
     (modules_at_top, 'c.py', '', 'at the top: __init__.py'),
     (modules_at_top, 'sub/__init__.py', '', 'sub/ is not in the stack'),
 ]
@@ -311,6 +330,36 @@ def test_a_fault_is_reported(
     (package / file).write_text(text)
     faults = check(package)
     assert any(said in fault for fault in faults), faults
+
+
+def own_names(module: ModuleType, of_flax: ModuleType | None) -> set[str]:
+    """The public functions and classes of a module, without those of Flax."""
+    names = {name for name in dir(module) if not name.startswith('_')}
+    return {
+        name
+        for name in names
+        if not isinstance(value := getattr(module, name), ModuleType)
+        if value is not getattr(of_flax, name, None)
+    }
+
+
+@pytest.mark.parametrize(
+    ('called', 'module', 'of_flax'),
+    [
+        *(('sg', sg, None), ('filters', filters, None), ('testing', testing, None)),
+        *(('nn', nn, linen), ('nnx', nnx, flax.nnx)),
+    ],
+)
+def test_type_checkers_see_every_public_name(
+    called: str, module: ModuleType, of_flax: ModuleType | None
+):
+    program = ast.parse((ROOT / 'tests' / 'typed.py').read_text())
+    used = {
+        node.attr
+        for node in ast.walk(program)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == called
+    }
+    assert own_names(module, of_flax) <= used
 
 
 # What stands at the top of the repository.

@@ -253,3 +253,11 @@ def test_keyword_arguments_of_the_loss():
     for holds in (testing.assert_flows, testing.assert_trains_only):
         with pytest.raises(errors.ExpectationError):
             holds(loss, 'code', params, X[0], train=False)
+
+
+def test_an_assertion_takes_wrt_as_a_report_does():
+    params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
+    loss = lambda params: jnp.sum(params['a'] * params['b'])  # noqa: E731
+    testing.assert_trains_only(loss, 'a', params, wrt='a')
+    with pytest.raises(AssertionError, match='trains b'):
+        testing.assert_trains_only(loss, 'a', params)

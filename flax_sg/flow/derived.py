@@ -8,13 +8,13 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import brief, listed
-from flax_sg.flow.analysis import traced_and_told
+from flax_sg.flow.analysis import report_on
 from flax_sg.flow.report import STOPPED, GradientFlow
-from flax_sg.flow.traced import Traced
+from flax_sg.flow.traced import Traced, trace_of
 from flax_sg.internals.optional import is_nnx_model
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.types import PyTree
-from flax_sg.trees.leaves import arguments_of, is_array, is_differentiable
+from flax_sg.trees.leaves import arguments_of, is_array
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -46,13 +46,11 @@ def live(
     >>> sg.mask(params, frozen=~live)
     {'body': True, 'head': False}
 
-    The function is traced here, on shapes, and again when it is differentiated; with
-    numbers of Python among its arguments it is traced here more than once. The filter
-    is used at all steps, so numbers and arrays among the arguments may be any. Where
-    the function asks for a number (``if step < k``), the filter holds for that number
-    alone, and a warning names it. In doubt a parameter counts as trained. The text and
-    the type of a number (``f'{step}'``) are those of a tracer, as under ``jax.jit``: if
-    they decide what is trained, bind it with ``functools.partial``.
+    The function is traced here, on shapes, and again when it is differentiated. The
+    filter is used at all steps, so numbers and arrays among the arguments may be any,
+    as under ``jax.jit``. In doubt a parameter counts as trained. If a number of Python
+    decides in Python what is trained, as in ``range(n)`` or ``f'layer_{n}'``, bind it:
+    ``functools.partial(fun, n=12)``.
 
     Args:
         fun: a function of pytrees, or an unbound module for its ``apply``:
@@ -97,8 +95,9 @@ def live(
             'The filter names parameters of the first argument: give the model there.\n'
             'Write sg.live(loss, model, x), with a function loss(model, x).'
         )
-    call = fun, (params, *args), argnums, has_aux, wrt, kwargs
-    trace, report = traced_and_told(*call)
+    call = 'sg.live(loss, params)'
+    trace = trace_of(call, fun, (params, *args), argnums, has_aux, wrt, kwargs)
+    report = report_on(trace, together=True)
     trees = arguments_of((params, *args), argnums).values()
     asked = frozenset(path.place for tree in trees for path in tree.paths)
     parts = [*_parts(report, asked)]
@@ -120,8 +119,9 @@ def _parts(
     decisions: dict[Any, bool | filters.Part] = {}
     for n, path in enumerate(report.parameters):
         decisions[path.place] = decisions.get(path.place, False) | report.trained(n)
-    rows = zip(report.parameters, zip(*report.conditions, strict=True), strict=True)
-    conditional = {path.place for path, lines in rows if any(lines)}
+    columns = zip(*report.conditions, strict=True)
+    pairs = zip(report.parameters, columns, strict=True)
+    conditional = {path.place for path, lines in pairs if any(lines)}
     for decision in dict.fromkeys(filter(filters.is_meant, decisions.values())):
         places = {place for place, other in decisions.items() if other == decision}
         variables = filters.Derived(
@@ -134,37 +134,18 @@ def _parts(
 def _doubts(trace: Traced, report: GradientFlow) -> Iterator[str]:
     """Yields what is to be said of a filter that may be another one at a later step."""
     every = range(len(report.names))
-    if not any(report.live):
+    if trace.returns_parameters:
+        yield (
+            'sg.live: the function returns a tree like its parameters, as '
+            'jax.grad(loss) does.\n'
+            'The filter names what gradients depend on, and not what a loss trains.\n'
+            'Write sg.live(loss, params), with the function that jax.grad is given.'
+        )
+    elif not any(report.live):
         yield _nothing(report)
-    untrained = [
-        report.names[n]
-        for n in every
-        if filters.is_meant(trace.parameters[n].wanted)
-        if is_differentiable(report.shapes[n])
-        if report.trained(n) is not True
-    ]
-    if trace.numbers and untrained:
-        yield _for_numbers(trace, report, untrained)
     by_rest = [n for n in every if report.trained(n) != report.trained(n, [0])]
     if trace.may_have_aux and by_rest:
         yield _by_rest(trace, [report.names[n] for n in by_rest])
-
-
-def _for_numbers(trace: Traced, report: GradientFlow, untrained: Sequence[str]) -> str:
-    """What to say if a number may decide what a function trains."""
-    argument, _, inside = next(iter(trace.numbers)).partition('/')
-    bind = f'bind it: functools.partial(fun, {argument}=...)'
-    if inside:
-        bind = f'let the function close over it, and leave it out of {argument}'
-    return (
-        f'sg.live: {trace.name} asks for the value of {listed([*trace.numbers])}, so '
-        f'the filter holds for {", ".join(report.numbers)} alone.\n'
-        f'With it {listed(untrained)} is not trained, or in part. If another step '
-        'trains that, sg.freeze(tx, ~live) keeps it frozen all the same.\n'
-        'Write what JAX can trace: jnp.where(step < k, a, b), or a block of '
-        'sg.where(where) & (step < k).\n'
-        f'If the number never changes, {bind}.'
-    )
 
 
 def _by_rest(trace: Traced, names: Sequence[str]) -> str:
