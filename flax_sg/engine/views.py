@@ -253,7 +253,9 @@ def _new_leaf(block: Block, root: Root, key: Key, decided: Decided, leaf: Leaf) 
     rule = block.rewrite.rule
     if rule.acts_on != 'cotangents':
         trace = tracing.in_trace_of(leaf)
-        if rule.brings:
+        part = decided[1]
+        # A mask may be traced in a function that reads the leaf from outside.
+        if rule.brings or (isinstance(part, filters.Part) and part.is_mask):
             trace = tracing.in_innermost_trace((block.level,), leaf)
         with trace, _seeing_outside(block):
             return _applied(block, decided, leaf)

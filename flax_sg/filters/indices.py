@@ -276,15 +276,10 @@ def merged(
     if meant is others or not isinstance(decision, Part):
         return others if decision is False else meant
     like = jnp.shape(others)
-    with contextlib.ExitStack() as stack:
-        # Masks of an expression may be tracers of several traces, one in the other. The
-        # innermost can use all of them; in an outer one JAX would raise for a leak.
-        for array in _traced_in(decision.elements):
-            stack.enter_context(_trace_of_mask(array))
-        mask = decision.any_mask(like if shape is None else shape, path)
-        is_known = isinstance(mask, np.ndarray)
-        mask = (np if is_known else jnp).broadcast_to(mask, like)
-        return jnp.where(mask, meant, others)
+    mask = decision.any_mask(like if shape is None else shape, path)
+    is_known = isinstance(mask, np.ndarray)
+    mask = (np if is_known else jnp).broadcast_to(mask, like)
+    return jnp.where(mask, meant, others)
 
 
 def within(decision: bool | Part, leaf: Leaf, path: str) -> Array:
@@ -316,18 +311,6 @@ def _traced_in(elements: Filter) -> Iterator[Any]:
         yield elements.array
     for part in elements.parts:
         yield from _traced_in(part)
-
-
-def _trace_of_mask(mask: Array) -> contextlib.AbstractContextManager[Any]:
-    """The trace of a mask if it is inside the current one, else the current one.
-
-    The current trace is that of the leaf. Parameters may come from outside of the
-    function in which a mask is computed.
-    """
-    here = tracing.current_trace()
-    with tracing.in_trace_of(mask), tracing.in_innermost_trace([here]):
-        is_inside = tracing.current_trace() == here
-    return tracing.in_trace_of(mask) if is_inside else contextlib.nullcontext()
 
 
 def at(where: Any, index: ArrayIndex) -> Filter:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import raised_by, wrong_argument
+from flax_sg.errors.texts import listed, raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.types import Decision, Leaf, PyTree, Transformation
 from flax_sg.optim.belonging import check_transformation
@@ -26,15 +26,12 @@ from flax_sg.optim.owners import (
     Owner,
     is_of_one_selection,
     owners_of,
+    remembers,
     values_of,
     vectors_of,
 )
 from flax_sg.optim.selections import Names, Selection
-from flax_sg.trees.leaves import (
-    is_differentiable,
-    is_number,
-    shape_of,
-)
+from flax_sg.trees.leaves import is_number, shape_of
 from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
 
 
@@ -99,7 +96,12 @@ def adopt(
             _check_rows(owners, pairs)
         if old_owners is None and report is None:  # A report names them.
             _warn_of_rows(owners, pairs, old_values)
-    vectors = vectors_of(tx, leaves, pairs, owners)
+    # Nothing tells which parameters have a share in these values.
+    unknown = vectors_of(tx, leaves, pairs, owners) | {
+        names
+        for names, initial in pairs
+        if not (owners[names].is_known or is_of_one_selection(initial))
+    }
     outcomes: dict[Names, tuple[Any, str]] = {}
     # For each part of the state what became of the moments in it.
     moments: dict[Names, set[str]] = {}
@@ -108,23 +110,25 @@ def adopt(
         candidates = [
             (old_values[names], None if old_owners is None else old_owners[names])
             for old_values, old_owners in zip(values, owners_before, strict=True)
-            if names in old_values and 'hyperparams' not in owner.pattern
+            if names in old_values and not owner.is_hyperparameter
         ]
-        is_own = (
-            owner.owns(initial)
-            and filters.is_meant(owner.trained)
-            and not is_of_one_selection(initial)
-        )
-        if is_own:
+        if filters.is_meant(owner.trained):
             outcomes[names] = _of_one(initial, candidates, owner)
         else:
-            outcomes[names] = _of_all(initial, candidates, owner, names in vectors)
-        if owner.owns(initial) or names in vectors:
+            outcomes[names] = _of_all(initial, candidates, owner, names in unknown)
+        if owner.parameter >= 0 or names in unknown:
             moments.setdefault(owner.part, set()).add(outcomes[names][1])
     for names, initial in pairs:
         if moments.get(owners[names].part) == {'fresh'}:
             outcomes[names] = initial, 'fresh'  # A count is as old as its moments.
-    if report is not None:
+    if report is None:
+        _warn_of_unknown(
+            '/'.join(names)
+            for names, initial in pairs
+            if names in unknown and outcomes[names][1] == 'fresh'
+            if remembers(initial) and any(names in each for each in values)
+        )
+    else:
         report(_lists(owners, outcomes, itertools.chain(*values)))
     carried = [outcomes[names][0] for names, _ in pairs]
     return jax.tree.structure(new, is_leaf=is_of_one_selection).unflatten(carried)
@@ -171,32 +175,25 @@ Candidate: TypeAlias = tuple[Leaf, Owner | None]
 
 
 def _of_all(
-    initial: Leaf, candidates: Sequence[Candidate], owner: Owner, is_vector: bool
+    initial: Leaf, candidates: Sequence[Candidate], owner: Owner, is_unknown: bool
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
     for value, old_owner in candidates:
-        if _type(value) != _type(initial):
-            continue
-        if old_owner is None:  # The structure alone tells that the value is carried.
-            fits = not is_vector
-        elif _is_same_selection(old_owner.selection, owner.selection):
-            fits = True
-        else:
-            fits = not (
-                is_vector
-                or is_of_one_selection(initial)
-                or _may_have_rows(initial, old_owner.selection, owner.selection)
-            )
-        if fits:
+        owners = [owner] if old_owner is None else [owner, old_owner]
+        selections = [each.selection for each in owners]
+        is_same = old_owner is not None and _is_same_selection(*selections)
+        # If ``old`` is not given, the structure alone tells of which selection it is.
+        is_of_other = is_unknown or _may_have_rows(initial, *selections)
+        is_of_other |= old_owner is not None and is_of_one_selection(initial)
+        if _type(value) == _type(initial) and (is_same or not is_of_other):
             return value, 'carried'
     return initial, 'fresh'
 
 
 def _may_have_rows(value: Leaf, *selections: Selection) -> bool:
-    """Whether an array of all parameters may have a number for each trained row."""
+    """Whether a value of all parameters may have numbers for each trained row."""
     parts = itertools.chain(*(selection.trained for selection in selections))
-    is_array = shape_of(value) != () and is_differentiable(value)
-    return is_array and any(isinstance(part, Choice) for part in parts)
+    return remembers(value) and any(isinstance(part, Choice) for part in parts)
 
 
 def _is_same_selection(old: Selection, new: Selection) -> bool:
@@ -270,6 +267,20 @@ def _warn_of_rows(
                 Place.here(),
                 UserWarning,
             )
+
+
+def _warn_of_unknown(places: Iterable[str]) -> None:
+    """Warns of moments that begin anew, as optax does not tell whose they are."""
+    if names := [*places]:
+        warn_once(
+            f'sg.adopt: {listed(names)} in the state begins anew.\n'
+            'optax.tree_map_params does not tell to which parameters that belongs.\n'
+            'With the same parameters trained, it is carried if you give the '
+            'transformation that made the state: sg.adopt(tx, params, state, '
+            'old=old_tx).',
+            Place.here(),
+            UserWarning,
+        )
 
 
 def _type(value: Leaf) -> Any:

@@ -28,7 +28,7 @@ from flax_sg.optim.selections import (
     marks,
     names_of,
     rows_are_cut,
-    selections,
+    structure_of,
 )
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -364,7 +364,7 @@ def _frozen_in(tx: Transformation, params: PyTree) -> set[Any]:
     """The places of the parameters that a freeze in a transformation leaves alone."""
     return {
         path.place
-        for selection in selections(tx, params).values()
+        for selection in structure_of(tx, params).freezes.values()
         for path, part in zip(selection.paths, selection.trained, strict=True)
         if part is False
     }

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_sg import filters
-from flax_sg.internals.types import Array, Leaf, PyTree, Transformation
-from flax_sg.optim.owners import Owner, owners_of, vectors_of
+from flax_sg import errors, filters
+from flax_sg.internals.types import Array, PyTree, Transformation
+from flax_sg.optim.owners import Owner, owners_of, remembers, vectors_of
 from flax_sg.optim.selections import Names, names_of
-from flax_sg.trees.leaf_types import is_differentiable
 from flax_sg.trees.leaves import Leaves
 from flax_sg.trees.rows import Choice
 
@@ -54,22 +53,23 @@ def with_paused(
             out.append(new)
         elif names_of(keys) in vectors:
             out.append(jnp.where(_mask_of_vector(owner, trained), new, old_value))
+        elif not owner.is_known and remembers(new):
+            raise _unknown(owner.name)
         else:
-            part = trained.get(owner.names) if _is_moment(owner, new) else None
+            part = trained.get(owner.names) if owner.parameter >= 0 else None
             out.append(new if part is None else _paused(part, new, old_value, owner))
     return treedef.unflatten(out)
 
 
-def _is_moment(owner: Owner, value: Leaf) -> bool:
-    """Whether a value belongs to one parameter, and is no count.
-
-    The names do not always tell: ``optax.scale_by_schedule`` has a 'count', as a
-    parameter may be named, and each value is named as a parameter that is one array.
-    """
-    if owner.parameter < 0 or 'hyperparams' in owner.pattern:
-        return False
-    is_count = np.ndim(value) == 0 and not is_differentiable(value)
-    return not is_count and (owner.names != () or owner.owns(value))
+def _unknown(name: str) -> errors.StructureError:
+    return errors.StructureError(
+        f'sg.freeze: optax does not tell to which parameters {name!r} in the state '
+        'belongs.\n'
+        'The filter has a traced condition, or names elements: moments of what it '
+        'freezes would decay.\n'
+        'In a chain, freeze each transformation: '
+        'optax.chain(sg.freeze(one, where), sg.freeze(two, where)).'
+    )
 
 
 def _paused(part: filters.Part, new: Array, old: Array, owner: Owner) -> Array:

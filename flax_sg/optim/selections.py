@@ -3,6 +3,7 @@
 Naive attempts look at the outermost transformation alone, or through the wrappers that
 they know. Here ``tx.init`` is traced on shapes, in a context in which each freeze marks
 its state. So every wrapper is seen through: the mark stands where it puts the state.
+Which trees in the state are like the parameters, ``optax.tree_map_params`` tells.
 
 In the same context a freeze is told whether an outer freeze has cut rows: then its own
 filter may name no rows, since it would count them in what is left.
@@ -13,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import optax
 from jax.tree_util import GetAttrKey
 
 from flax_sg.filters.paths import Path, name_of
@@ -50,6 +52,11 @@ class Selection:
         """The selection of some parameters; ``leaves`` are whole arrays."""
         names = [*map(names_of, leaves.key_paths)]
         return cls(leaves.paths, names, [*map(shape_of, leaves.values)], trained)
+
+    @functools.cached_property
+    def indices(self) -> dict[Names, int]:
+        """The index of each parameter, by its names."""
+        return {names: n for n, names in enumerate(self.names)}
 
     def within(self, outer: Selection) -> Selection:
         """The selection for whole arrays, if an outer freeze has cut some rows."""
@@ -107,36 +114,80 @@ class Marked:
     selection: Selection
 
 
-def selections(tx: Transformation, params: PyTree) -> dict[Names, Selection]:
-    """What each freeze in a transformation selects, by the names of its state.
+class Structure(NamedTuple):
+    """What the state of a transformation is made of, by the names that lead to it.
+
+    Attributes:
+        freezes: what each freeze in the transformation selects, by its state.
+        trees: the places of the trees that are like the parameters; None if
+            ``optax.tree_map_params`` cannot tell, as ``tx.init`` has to see arrays.
+    """
+
+    freezes: dict[Names, Selection]
+    trees: set[Names] | None
+
+
+def structure_of(tx: Transformation, params: PyTree) -> Structure:
+    """The freezes and the trees in the state of a transformation.
 
     >>> import jax.numpy as jnp, optax, flax_sg as sg
     >>> params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
     >>> tx = optax.chain(optax.clip(1.0), sg.freeze(optax.adam(0.1), 'a'))
-    >>> {names: found.trained for names, found in selections(tx, params).items()}
+    >>> freezes, trees = structure_of(tx, params)
+    >>> {names: selection.trained for names, selection in freezes.items()}
     {('1',): [False, True]}
+    >>> sorted(trees)
+    [('1', '0', 'mu'), ('1', '0', 'nu')]
     """
-    by_place: dict[Names, Selection] = {}
+    found = Structure({}, None)
 
     def init() -> None:
-        waiting: list[tuple[Names, Any, Selection | None]] = [
-            ((), tx.init(params), None)
-        ]
-        while waiting:
-            top, state, outer = waiting.pop()
-            pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_marked)
-            for keys, node in pairs:
-                if _is_marked(node):
-                    names, own = top + names_of(keys), node.selection
-                    by_place[names] = own if outer is None else own.within(outer)
-                    waiting.append((names, node.value, by_place[names]))
+        nonlocal found
+        state = tx.init(params)
+        found = Structure(dict(_freezes(state)), _trees(tx, state))
 
     with marked():
         try:
             jax.eval_shape(init)
         except jax.errors.JAXTypeError:  # ``tx.init`` asks for values.
             init()
-    return by_place
+    return found
+
+
+def _freezes(
+    state: PyTree, top: Names = (), outer: Selection | None = None
+) -> Iterator[tuple[Names, Selection]]:
+    """The place of each freeze in a state, and what it selects of whole arrays."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_marked)
+    for keys, node in pairs:
+        if _is_marked(node):
+            names, own = top + names_of(keys), node.selection
+            selection = own if outer is None else own.within(outer)
+            yield names, selection
+            yield from _freezes(node.value, names, selection)
+
+
+def _trees(tx: Transformation, state: PyTree) -> set[Names] | None:
+    """The places of the trees that are like the parameters, if optax can tell."""
+    try:
+        trees = optax.tree_map_params(
+            lambda params: _unmarked(tx.init(params)),
+            lambda tree: True,
+            _unmarked(state),
+            transform_non_params=lambda value: None,
+            is_leaf=lambda tree: True,  # A tree counts as one value.
+        )
+    except Exception:  # ``tx.init`` is given a tree without arrays, and may refuse it.
+        return None
+    return {names_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(trees)}
+
+
+def _unmarked(state: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda node: _unmarked(node.value) if _is_marked(node) else node,
+        state,
+        is_leaf=_is_marked,
+    )
 
 
 def _is_marked(node: object) -> bool:

@@ -82,8 +82,33 @@ def test_what_belongs_to_one_selection_begins_anew_with_another(name):
     one, two = (sg.freeze(tx, sg.at('c', n)) for n in (0, 1))
     steps = 2 if name in ('lbfgs', 'optimistic') else 0  # Without functions.
     _, before = trained(one, one.init(params), steps, params)
-    adopted = sg.adopt(two, params, before, old=one)
-    oracle.assert_same(adopted, two.init(params))
+    for old in one, None:
+        adopted = sg.adopt(two, params, before, old=old)
+        oracle.assert_same(adopted, two.init(params))
+
+
+def of_leaves(tx: Any) -> Any:
+    """A transformation that is given a list: its state has the names of none."""
+    return optax.GradientTransformation(
+        lambda params: tx.init(jax.tree.leaves(params)),
+        lambda updates, state, params=None: tx.update(
+            jax.tree.leaves(updates), state, params and jax.tree.leaves(params)
+        ),
+    )
+
+
+def test_what_optax_cannot_tell_begins_anew():
+    momentum = of_leaves(optax.trace(0.9))
+    old, new = sg.freeze(momentum, 'b'), sg.freeze(momentum, 'a')
+    state = jax.tree.map(jnp.ones_like, old.init(PARAMS))
+    # The first array of the state is 'a', and 'b' for the new one: of one shape.
+    for told in None, old:
+        with pytest.warns(
+            UserWarning, match='trace/0, trace/1 in the state begins anew'
+        ):
+            adopted = sg.adopt(new, PARAMS, state, old=told)
+        oracle.assert_same(adopted, new.init(PARAMS))
+    oracle.assert_same(sg.adopt(old, PARAMS, state, old=old), state)
 
 
 def test_one_array_for_all_parameters_is_that_of_one_selection():
