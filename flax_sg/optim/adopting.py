@@ -28,7 +28,6 @@ from flax_sg.optim.owners import (
     owners_of,
     remembers,
     values_of,
-    vectors_of,
 )
 from flax_sg.optim.selections import Names, Selection
 from flax_sg.trees.leaves import is_number, shape_of
@@ -96,12 +95,6 @@ def adopt(
             _check_rows(owners, pairs)
         if old_owners is None and report is None:  # A report names them.
             _warn_of_rows(owners, pairs, old_values)
-    # Nothing tells which parameters have a share in these values.
-    unknown = vectors_of(tx, leaves, pairs, owners) | {
-        names
-        for names, initial in pairs
-        if not (owners[names].is_known or is_of_one_selection(initial))
-    }
     outcomes: dict[Names, tuple[Any, str]] = {}
     # For each part of the state what became of the moments in it.
     moments: dict[Names, set[str]] = {}
@@ -115,18 +108,18 @@ def adopt(
         if filters.is_meant(owner.trained):
             outcomes[names] = _of_one(initial, candidates, owner)
         else:
-            outcomes[names] = _of_all(initial, candidates, owner, names in unknown)
-        if owner.parameter >= 0 or names in unknown:
+            outcomes[names] = _of_all(initial, candidates, owner)
+        if owner.parameter >= 0 or not owner.is_known:
             moments.setdefault(owner.part, set()).add(outcomes[names][1])
     for names, initial in pairs:
         if moments.get(owners[names].part) == {'fresh'}:
             outcomes[names] = initial, 'fresh'  # A count is as old as its moments.
     if report is None:
         _warn_of_unknown(
-            '/'.join(names)
+            owners[names].name
             for names, initial in pairs
-            if names in unknown and outcomes[names][1] == 'fresh'
-            if remembers(initial) and any(names in each for each in values)
+            if not owners[names].is_known and outcomes[names][1] == 'fresh'
+            if shape_of(initial) != () and any(names in each for each in values)
         )
     else:
         report(_lists(owners, outcomes, itertools.chain(*values)))
@@ -175,7 +168,7 @@ Candidate: TypeAlias = tuple[Leaf, Owner | None]
 
 
 def _of_all(
-    initial: Leaf, candidates: Sequence[Candidate], owner: Owner, is_unknown: bool
+    initial: Leaf, candidates: Sequence[Candidate], owner: Owner
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
     for value, old_owner in candidates:
@@ -183,8 +176,9 @@ def _of_all(
         selections = [each.selection for each in owners]
         is_same = old_owner is not None and _is_same_selection(*selections)
         # If ``old`` is not given, the structure alone tells of which selection it is.
-        is_of_other = is_unknown or _may_have_rows(initial, *selections)
-        is_of_other |= old_owner is not None and is_of_one_selection(initial)
+        is_of_other = _may_have_rows(initial, *selections)
+        if old_owner is not None or not is_of_one_selection(initial):
+            is_of_other |= not owner.is_known
         if _type(value) == _type(initial) and (is_same or not is_of_other):
             return value, 'carried'
     return initial, 'fresh'

@@ -9,25 +9,14 @@ freeze, the parameters are those that the freeze was given.
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from flax_sg import filters
-from flax_sg.internals.types import Leaf, PyTree, Transformation
-from flax_sg.optim.selections import (
-    Names,
-    Selection,
-    marked,
-    names_of,
-    structure_of,
-)
-from flax_sg.trees.leaves import ABSENT, Leaves, is_differentiable, shape_of
-from flax_sg.trees.rows import shape_of_part
+from flax_sg.internals.types import PyTree, Transformation
+from flax_sg.optim.selections import Names, Selection, names_of, structure_of
+from flax_sg.trees.leaves import Leaves, is_differentiable, shape_of
 
 # States that remember steps of all parameters together: what they remember of some of
 # them is of no use to other ones.
@@ -89,21 +78,6 @@ class Owner(NamedTuple):
         """The shape of the parameter; () if there is none."""
         return self.selection.shapes[self.parameter] if self.parameter >= 0 else ()
 
-    @property
-    def some_trained(self) -> Names:
-        """The names of a trained parameter of the selection; () if there is none."""
-        pairs = zip(self.selection.names, self.selection.trained, strict=True)
-        return next((names for names, part in pairs if filters.is_meant(part)), ())
-
-    def is_as_long(self, value: Leaf) -> bool:
-        """Whether a value is an array as long as all that is trained."""
-        if len(shape_of(value)) != 1:
-            return False
-        rows = zip(self.selection.trained, self.selection.shapes, strict=True)
-        shapes = (shape_of_part(*row) for row in rows if filters.is_meant(row[0]))
-        size = sum(map(math.prod, shapes))
-        return shape_of(value) == (size,) != (1,) and is_differentiable(value)
-
 
 def owners_of(
     tx: Transformation, leaves: Leaves, places: Iterable[Names]
@@ -115,7 +89,7 @@ def owners_of(
         leaves: the parameters.
         places: the names of the values.
     """
-    freezes, trees = structure_of(tx, leaves.restore(leaves.values))
+    freezes, trees, vectors = structure_of(tx, leaves.restore(leaves.values))
     everything = Selection.of(leaves, [True] * len(leaves.values))
     owners: dict[Names, Owner] = {}
     for place in places:
@@ -125,7 +99,8 @@ def owners_of(
         inside = [] if tree is None else _beginnings(place[len(tree) :])
         indices = (selection.indices[x] for x in inside if x in selection.indices)
         parameter = next(indices, -1)
-        is_known = parameter >= 0 or (tree is None and trees is not None)
+        is_shared = trees is not None and tree is None and place not in vectors
+        is_known = is_shared or parameter >= 0
         owners[place] = Owner(place, tree, selection, parameter, is_known)
     return owners
 
@@ -133,44 +108,6 @@ def owners_of(
 def _beginnings(names: Names) -> list[Names]:
     """The names, without the last one, and so on."""
     return [names[:n] for n in range(len(names), -1, -1)]
-
-
-def vectors_of(
-    tx: Transformation,
-    leaves: Leaves,
-    pairs: Sequence[Any],
-    owners: Mapping[Names, Owner],
-) -> set[Names]:
-    """The places of the arrays that ``optax.flatten`` made of all parameters.
-
-    They are as long as all that is trained, and shorter without one of these: the
-    vectors of ``optax.contrib.mechanize`` are as long with any parameters.
-    """
-    without = functools.cache(functools.partial(_shapes_without, tx, leaves))
-    return {
-        names
-        for names, value in pairs
-        if owners[names].parameter < 0
-        and owners[names].is_as_long(value)
-        and without(owners[names].some_trained).get(names) != np.shape(value)
-    }
-
-
-def _shapes_without(
-    tx: Transformation, leaves: Leaves, parameter: Names
-) -> dict[Names, Any]:
-    """The shapes in a state without one of the parameters, if it can be made."""
-    keys = [*map(names_of, leaves.key_paths)]
-    left = (
-        ABSENT if names == parameter else leaf
-        for names, leaf in zip(keys, leaves.values, strict=True)
-    )
-    try:
-        with marked():  # Otherwise a filter of the parameter that is left out raises.
-            state = jax.eval_shape(tx.init, leaves.treedef.unflatten(left))
-    except (ValueError, TypeError):  # ``tx`` needs this parameter.
-        return {}
-    return {names: value.shape for names, value in values_of(state)}
 
 
 def values_of(state: PyTree) -> list[tuple[Names, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from flax_sg import errors, filters
 from flax_sg.internals.types import Array, PyTree, Transformation
-from flax_sg.optim.owners import Owner, owners_of, remembers, vectors_of
+from flax_sg.optim.owners import Owner, owners_of, remembers
 from flax_sg.optim.selections import Names, names_of
 from flax_sg.trees.leaves import Leaves
 from flax_sg.trees.rows import Choice
@@ -45,14 +45,11 @@ def with_paused(
     pairs, treedef = jax.tree_util.tree_flatten_with_path(after)
     values = [(names_of(keys), value) for keys, value in pairs]
     owners = owners_of(tx, leaves, [names for names, _ in values])
-    vectors = vectors_of(tx, leaves, values, owners)
     out: list[Any] = []
     for keys, new in pairs:
         owner, old_value = owners[names_of(keys)], old.get(keys)
         if old_value is None:  # The state has grown.
             out.append(new)
-        elif names_of(keys) in vectors:
-            out.append(jnp.where(_mask_of_vector(owner, trained), new, old_value))
         elif not owner.is_known and remembers(new):
             raise _unknown(owner.name)
         else:
@@ -87,20 +84,3 @@ def _paused(part: filters.Part, new: Array, old: Array, owner: Owner) -> Array:
     fits = front >= 0 and np.shape(old)[front:] == shape
     mask = jnp.broadcast_to(mask, np.shape(old)) if fits else jnp.any(mask)
     return jnp.where(mask, new, old)
-
-
-def _mask_of_vector(owner: Owner, trained: Mapping[Names, Any]) -> Array:
-    """Which elements are trained of the vector that ``optax.flatten`` made."""
-    selection = owner.selection
-    rows = zip(selection.names, selection.shapes, selection.trained, strict=True)
-    masks = [
-        jnp.broadcast_to(
-            trained[names].any_mask(shape, '/'.join(names))
-            if names in trained
-            else True,
-            shape,
-        ).reshape(-1)
-        for names, shape, is_seen in rows
-        if is_seen
-    ]
-    return jnp.concatenate(masks)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 import optax
 from jax.tree_util import GetAttrKey
 
@@ -121,10 +122,12 @@ class Structure(NamedTuple):
         freezes: what each freeze in the transformation selects, by its state.
         trees: the places of the trees that are like the parameters; None if
             ``optax.tree_map_params`` cannot tell, as ``tx.init`` has to see arrays.
+        vectors: the places of other arrays whose shapes depend on the parameters.
     """
 
     freezes: dict[Names, Selection]
     trees: set[Names] | None
+    vectors: set[Names]
 
 
 def structure_of(tx: Transformation, params: PyTree) -> Structure:
@@ -133,18 +136,18 @@ def structure_of(tx: Transformation, params: PyTree) -> Structure:
     >>> import jax.numpy as jnp, optax, flax_sg as sg
     >>> params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
     >>> tx = optax.chain(optax.clip(1.0), sg.freeze(optax.adam(0.1), 'a'))
-    >>> freezes, trees = structure_of(tx, params)
-    >>> {names: selection.trained for names, selection in freezes.items()}
-    {('1',): [False, True]}
-    >>> sorted(trees)
+    >>> structure = structure_of(tx, params)
+    >>> [(names, each.trained) for names, each in structure.freezes.items()]
+    [(('1',), [False, True])]
+    >>> sorted(structure.trees)
     [('1', '0', 'mu'), ('1', '0', 'nu')]
     """
-    found = Structure({}, None)
+    found = Structure({}, None, set())
 
     def init() -> None:
         nonlocal found
         state = tx.init(params)
-        found = Structure(dict(_freezes(state)), _trees(tx, state))
+        found = Structure(dict(_freezes(state)), *_trees(tx, _unmarked(state)))
 
     with marked():
         try:
@@ -167,19 +170,33 @@ def _freezes(
             yield from _freezes(node.value, names, selection)
 
 
-def _trees(tx: Transformation, state: PyTree) -> set[Names] | None:
-    """The places of the trees that are like the parameters, if optax can tell."""
+def _trees(tx: Transformation, state: PyTree) -> tuple[set[Names] | None, set[Names]]:
+    """The places of the trees that are like the parameters, and of vectors."""
+    others: list[Any] = []  # What belongs to no parameter, without parameters.
+
+    def init(params: PyTree) -> PyTree:
+        begun = _unmarked(tx.init(params))
+        others.extend(jax.tree.leaves(begun))
+        return begun
+
     try:
-        trees = optax.tree_map_params(
-            lambda params: _unmarked(tx.init(params)),
-            lambda tree: True,
-            _unmarked(state),
-            transform_non_params=lambda value: None,
+        kinds = optax.tree_map_params(
+            init,
+            lambda tree: 'tree',
+            state,
+            transform_non_params=lambda value: (
+                'count' if np.shape(others.pop(0)) == np.shape(value) else 'vector'
+            ),
             is_leaf=lambda tree: True,  # A tree counts as one value.
         )
     except Exception:  # ``tx.init`` is given a tree without arrays, and may refuse it.
-        return None
-    return {names_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(trees)}
+        return None, set()
+    pairs = jax.tree_util.tree_leaves_with_path(kinds)
+    trees, vectors = (
+        {names_of(keys) for keys, kind in pairs if kind == wanted}
+        for wanted in ('tree', 'vector')
+    )
+    return trees, vectors
 
 
 def _unmarked(state: PyTree) -> PyTree:
