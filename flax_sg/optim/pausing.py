@@ -64,8 +64,8 @@ def _unknown(name: str) -> errors.StructureError:
         'belongs.\n'
         'The filter has a traced condition, or names elements: moments of what it '
         'freezes would decay.\n'
-        'In a chain, freeze each transformation: '
-        'optax.chain(sg.freeze(one, where), sg.freeze(two, where)).'
+        'Leave out optax.flatten, and what else makes an array of all parameters; or '
+        "freeze whole parameters: sg.freeze(tx, 'backbone/**')."
     )
 
 
