@@ -341,14 +341,16 @@ def at(where: Any, index: ArrayIndex) -> Filter:
         index: which elements of each: whatever numpy takes between brackets, of ints,
             slices, ``...``, and arrays of ints or bools. It is that of the array where
             the block begins: outside a scan the first axis may be that of the layers.
+            An array of bools has the shape of the array, or of its first axes.
 
     Returns:
-        A filter. If the elements are all that an array has, it means the array. Where
-        a leaf cannot be split (``sg.labels``, ``nnx.where``) it is refused.
+        A filter. If it takes all elements of an array, it means the whole array. What
+        cannot split a leaf (``sg.labels``, ``nnx.where``) refuses it.
 
     Raises:
-        PartError: if ``index`` is none; later, if it does not fit an array, or takes
-            nothing of it.
+        FilterTypeError: if ``where`` is no filter.
+        PartError: if ``index`` is traced, or is nothing that numpy takes. Where the
+            filter is asked, if the index does not fit an array, or takes nothing of it.
     """
     return Filter.convert(where) & Index(index)
 

@@ -86,8 +86,8 @@ def mirror(
     >>> sorted(params)
     ['encoder', 'predictor']
 
-    The n-th call of a view draws what the n-th call of the module does, such as the same
-    dropout masks, in whichever order they come. All views of a module are counted
+    The n-th call of a view draws what the n-th call of the module does, such as the
+    same dropout masks, in whichever order they come. All views of a module are counted
     together, and the module draws what it draws without a view. Flax traces the body of
     ``nn.scan`` twice and goes on counting: call both equally often there.
 

@@ -39,7 +39,7 @@ def check_transformation(
         new_values: the values of ``new``, by their names.
         old_values: the values of ``state``.
     """
-    trees = {owner.tree for owner in owners.values()}
+    trees = {owner.tree for owner in owners.values() if owner.tree is not None}
     # Records in these trees are parameters, which may have another class now.
     new_records, old_records = (
         {place: name for place, name in _records(each) if not _is_in(place, trees)}
