@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -136,11 +137,12 @@ class Freeze:
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[Any, Any]:
         """Updates in the form of the parameters; without these, of the gradients."""
-        for name in ('value_fn', 'grad_fn', 'obj_fn'):
+        for name in ('value_fn', 'grad_fn', 'obj_fn'):  # For optax's line searches.
             if name in extra:
                 raise _of_all_parameters(name, extra)
         leaves, trained = self._parameters(updates if params is None else params)
         self._warn_of_conditions(leaves, trained)
+        parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
         with inside(trained):
             shown = pruned(leaves, trained)
             grads = leaves.values
@@ -148,36 +150,16 @@ class Freeze:
                 # Parameters that a freeze in ``tx`` drops may lack a gradient.
                 spared = functools.cache(lambda: _frozen_in(self.tx, shown))
                 grads = gradient_of_each(leaves, updates, trained, spared)
+            seen = leaves.treedef.unflatten(map(_seen, parameters, grads))
             inner_params = None if params is None else shown
             extra = {k: _of_trained(v, leaves, trained) for k, v in extra.items()}
-            try:
-                updates, after = self._step(
-                    leaves, trained, grads, state, inner_params, extra
-                )
-            except (ValueError, TypeError, KeyError) as error:
-                is_of_all = False in trained and _is_of_all(self.tx, state, leaves)
-                if not is_of_all and _may_be_of(self.tx, state, shown):
-                    raise
-                raise _foreign(leaves, trained, is_of_all) from error
+            with _foreign_states_named(self.tx, leaves, trained, shown, state):
+                updates, after = self.tx.update(seen, state, inner_params, **extra)
+                new = leaves.treedef.flatten_up_to(updates)
+                out = leaves.restore(map(_update, parameters, new))
             if _is_broadcast(self.tx, trained, shown, state, after):
                 raise _foreign(leaves, trained)
-            return updates, self._paused(leaves, trained, shown, state, after)
-
-    def _step(
-        self,
-        leaves: Leaves,
-        trained: Sequence[Decision],
-        gradients: Sequence[Any],
-        state: PyTree,
-        inner_params: PyTree,
-        extra: Mapping[str, Any],
-    ) -> tuple[Any, Any]:
-        """A step of ``tx`` on what is trained: the updates of all, and its state."""
-        parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
-        seen = leaves.treedef.unflatten(map(_seen, parameters, gradients))
-        of_trained, after = self.tx.update(seen, state, inner_params, **extra)
-        out = map(_update, parameters, leaves.treedef.flatten_up_to(of_trained))
-        return leaves.restore(out), after
+            return out, self._paused(leaves, trained, shown, state, after)
 
     def _paused(
         self,
@@ -383,6 +365,24 @@ def _may_be_of(tx: Transformation, state: PyTree, params: PyTree) -> bool:
     if begun == now:
         return jax.tree.structure(initial) == jax.tree.structure(state)
     return begun.items() < now.items()
+
+
+@contextlib.contextmanager
+def _foreign_states_named(
+    tx: Transformation,
+    leaves: Leaves,
+    trained: Sequence[Decision],
+    shown: PyTree,
+    state: PyTree,
+) -> Generator[None]:
+    """Says of an error in the body if the state is that of another selection."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        is_of_all = False in trained and _is_of_all(tx, state, leaves)
+        if is_of_all or not _may_be_of(tx, state, shown):
+            raise _foreign(leaves, trained, is_of_all) from error
+        raise
 
 
 def _is_of_all(tx: Transformation, state: PyTree, leaves: Leaves) -> bool:
