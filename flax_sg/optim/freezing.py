@@ -427,7 +427,7 @@ def _foreign(
 ) -> errors.StructureError:
     pairs = zip(leaves.paths, trained, strict=True)
     paths = [path for path, part in pairs if filters.is_meant(part)]
-    shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'
+    shown = listed([*map(repr, paths)]) or 'nothing'
     problem = f'the state does not belong to what sg.freeze trains: {shown}.\n'
     if any(isinstance(part, filters.Part) and part.is_conditional for part in trained):
         return errors.StructureError(

@@ -73,8 +73,8 @@ class Leaves:
         )
         names_of_leaves = _names_of(self.tree)
         paths = [
-            path_of(*names, x)
-            for names, x in zip(names_of_leaves, self.values, strict=True)
+            path_of(names, inner, x)
+            for (names, inner), x in zip(names_of_leaves, self.values, strict=True)
         ]
         if self._tied is not None:
             walk = Walk(self._tied, path_of, ties_outside=False)

@@ -80,8 +80,9 @@ def _by_key_path(leaves: Leaves, tree: PyTree) -> list[tuple[int, Any]]:
     places = {keys: index for index, keys in enumerate(leaves.key_paths)}
     rows = [(keys, value) for keys, value in pairs if not is_nothing(value)]
     if any(keys not in places for keys, _ in rows):
-        names = 'the parameters', 'the gradient'
-        raise different_structures(*names, leaves, leaves_of(tree), pruned=True)
+        raise different_structures(
+            'the parameters', 'the gradient', leaves, leaves_of(tree), pruned=True
+        )
     return [(places[keys], value) for keys, value in rows]
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, shown
+from flax_sg.errors.texts import brief, listed, shown
 from flax_sg.filters.paths import Path
 from flax_sg.internals.optional import is_of_nnx
 from flax_sg.internals.types import PyTree
@@ -224,8 +224,7 @@ def not_differentiable(
 ) -> errors.ArgumentTypeError:
     """The error for a filter that names only what cannot be differentiated."""
     texts = [f'{str(path)!r} ({shown(leaf)})' for path, leaf in leaves.items()]
-    first = ', '.join(texts[:3] + ['...'] * (len(texts) > 3))
     return errors.ArgumentTypeError(
-        f'{where!r} selects only what cannot be differentiated: {first}.\n'
+        f'{where!r} selects only what cannot be differentiated: {listed(texts)}.\n'
         'Select real or complex leaves; True selects those and no others.'
     )
