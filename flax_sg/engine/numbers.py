@@ -21,8 +21,8 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 from flax_sg import filters
 from flax_sg.filters import expressions
@@ -250,16 +250,35 @@ class Number:
         same.inside, same.history = self.inside, self.history
 
 
+class End(NamedTuple):
+    """Where the answers of a block lead to.
+
+    Attributes:
+        first: the first number of the kind, where they begin.
+        number: the number at the end, which asks nothing.
+        asked: the numbers between, with their questions.
+    """
+
+    first: Number
+    number: Number
+    asked: list[Number]
+
+
 class _Kind(list[Number]):
-    """The first numbers of the blocks of one kind: one, or more for several threads."""
+    """The first numbers of the blocks of one kind: one, or more for several threads.
+
+    Attributes:
+        ends: how many ends have come behind them.
+    """
 
     ends = 0
 
-    def ends_for(self, asker: Asker) -> Iterator[tuple[Number, Number, list[Number]]]:
-        """Yields the ends that a block comes to: first number, end, what was asked."""
+    def ends_for(self, asker: Asker) -> list[End]:
+        """The ends that a block comes to by its answers."""
         firsts = tuple(self)
         # Under several first numbers a question comes again: ``answer`` remembers.
         answer = asker.first_answer if len(firsts) == 1 else asker.answer
+        ends: list[End] = []
         for first in firsts:
             number: Number | None = first
             asked: list[Number] = []
@@ -269,10 +288,11 @@ class _Kind(list[Number]):
             if number is None:  # Its tree is gone, so nobody finds its traces again.
                 self.drop(first)
             else:
-                yield first, number, asked
+                ends.append(End(first, number, asked))
         if self.ends > MOST:
             self.clear()
             self.ends = 0
+        return ends
 
     def _next(self, number: Number, answer: Hashable) -> Number | None:
         """The number that an answer leads to, a new one if nobody has answered so.
@@ -310,9 +330,9 @@ class Lease:
 
     def __init__(self, outer: Number, asker: Asker, number: Number) -> None:
         self._outer, self.asker = outer, asker
-        self.number = self._first = number
+        self.number = number
+        self._end = End(number, number, [])
         self.is_blank = self.is_new = True
-        self._asked: list[Number] = []
         self._questions: set[Question | None] | None = None
 
     def find(self, outside: Callable[[], Any]) -> None:
@@ -324,18 +344,19 @@ class Lease:
         """
         kind = self._kind(self.asker.kind)
         with outside() if self.asker.has_functions else contextlib.nullcontext():
-            ends = [*kind.ends_for(self.asker)]
+            ends = kind.ends_for(self.asker)
         # A number that has traces is tried first: its programs need not be compiled.
-        ends.sort(key=lambda end: not end[1].history.has_traces)
-        for first, number, asked in ends:
-            self._first, self.number, self._asked = first, number, asked
-            if number.take(self.asker):
-                self.is_blank, self.is_new = False, not number.history.has_traces
+        ends.sort(key=lambda end: not end.number.history.has_traces)
+        # The number is noted first, so that it is given back whatever is raised.
+        for end in ends:
+            self._end, self.number = end, end.number
+            if end.number.take(self.asker):
+                self.is_blank, self.is_new = False, not end.number.history.has_traces
                 return
         with _lock:
             blanks, new = self._kind(self.asker.blank), Number()
             for number in (*blanks, new):
-                self._first, self.number, self._asked = number, number, []
+                self._end, self.number = End(number, number, []), number
                 if number.take(self.asker):
                     break
             if self.number is new:
@@ -374,7 +395,7 @@ class Lease:
             Whether all are answered. A question of another block may have no answer.
         """
         if self._questions is None:
-            self._questions = {number.question for number in self._asked}
+            self._questions = {number.question for number in self._end.asked}
         missing = {q: None for q in questions if q not in self._questions}
         while missing:
             question = self.number.question or next(iter(missing))
@@ -411,7 +432,7 @@ class Lease:
 
     def discard(self) -> None:
         """Lets no other block find the number: its traces have to be made anew."""
-        self._kind(self.asker.kind).drop(self._first)
+        self._kind(self.asker.kind).drop(self._end.first)
 
     def give_back(self) -> None:
         """Gives the number back."""
