@@ -329,18 +329,18 @@ def _rewritten_together(block: Block, root: Root) -> _Joint:
             for leaf_key, decision, leaf in zip(keys, decisions, shown, strict=True):
                 if decision is not False and is_differentiable(leaf):
                     chosen.setdefault(leaf_key, []).append(leaf)
-    rows = [(decide(block, root, key), chosen[key]) for key in chosen]
+    decided = [(decide(block, root, key), chosen[key]) for key in chosen]
     with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):
         together = block.rewrite.rule.together(
             [
                 (path, [filters.within(decision, old, path) for old in olds])
-                for (path, decision), olds in rows
+                for (path, decision), olds in decided
             ]
         )
         return {
             (key, id(old)): (old, filters.merged(decision, new, old, path))
             for key, ((path, decision), olds), news in zip(
-                chosen, rows, together, strict=True
+                chosen, decided, together, strict=True
             )
             for old, new in zip(olds, news, strict=True)
         }

@@ -70,18 +70,18 @@ def _of_the_root(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str
             continue
         front = path.absolute.removesuffix(path)
         if path.outside:
-            told, write = (
+            problem, write = (
                 'It is outside of the module of the block',
                 f'{_many(compiled)}/{pattern}',
             )
         elif pattern.startswith(front):
-            told, write = (
+            problem, write = (
                 'Paths begin at the module of the block',
                 pattern[len(front) :],
             )
         else:
             continue
-        return f'{told}: {write!r}.'
+        return f'{problem}: {write!r}.'
     return ''
 
 

@@ -31,7 +31,7 @@ from flax_sg.optim.owners import (
 )
 from flax_sg.optim.selections import Names, Selection
 from flax_sg.trees.leaves import is_number, shape_of
-from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
+from flax_sg.trees.rows import Rows, is_cut, mask_of, shape_of_part, whole_of
 
 
 def adopt(
@@ -187,7 +187,7 @@ def _of_all(
 def _may_have_rows(value: Leaf, *selections: Selection) -> bool:
     """Whether a value of all parameters may have numbers for each trained row."""
     parts = itertools.chain(*(selection.trained for selection in selections))
-    return remembers(value) and any(isinstance(part, Choice) for part in parts)
+    return remembers(value) and any(isinstance(part, Rows) for part in parts)
 
 
 def _is_same_selection(old: Selection, new: Selection) -> bool:
@@ -224,7 +224,7 @@ def _of_one(
         ):
             pair = whole_of(old_trained, value, shape), whole_of(trained, out, shape)
             out = jnp.where(is_trained & has_state, *pair)
-            out = trained.cut(out, len(shape)) if isinstance(trained, Choice) else out
+            out = trained.cut(out, len(shape)) if isinstance(trained, Rows) else out
             is_carried = is_carried | has_state
     if not (is_carried & is_trained).any():
         return initial, 'fresh'
@@ -234,7 +234,7 @@ def _of_one(
 def _check_rows(owners: Mapping[Names, Owner], pairs: Sequence[Any]) -> None:
     """Raises if the new state is of rows: an old one does not tell which it has."""
     for names, _ in pairs:
-        if isinstance(owners[names].trained, Choice):
+        if isinstance(owners[names].trained, Rows):
             raise errors.StructureError(
                 f'sg.adopt: rows of {owners[names].name!r} are frozen in the new '
                 'state.\n'

@@ -39,7 +39,7 @@ from flax_sg.trees.leaves import (
     is_whole,
 )
 from flax_sg.trees.matching import gradient_of_each, other_shape
-from flax_sg.trees.rows import Choice, choice_of
+from flax_sg.trees.rows import Rows, rows_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -76,7 +76,7 @@ class Freeze:
             if is_of_rows and rows_are_cut():
                 raise _rows_in_rows(path)
         return leaves, [
-            choice_of(part, leaf, path) or part
+            rows_of(part, leaf, path) or part
             for part, (path, leaf) in zip(parts, leaves, strict=True)
         ]
 
@@ -265,7 +265,7 @@ def pruned(
     values = leaves.values if values is None else values
     return leaves.treedef.unflatten(
         part.cut(leaf, np.ndim(leaves.values[n]))
-        if isinstance(part, Choice)
+        if isinstance(part, Rows)
         else ABSENT
         if part is False
         else leaf
@@ -299,12 +299,12 @@ def _seen(parameter: _Parameter, gradient: Array) -> Array:
     part, path, leaf = parameter
     if part is not False and gradient is ABSENT:  # A freeze in ``tx`` drops it.
         gradient = jnp.zeros_like(leaf)
-    if not isinstance(part, (filters.Part, Choice)):
+    if not isinstance(part, (filters.Part, Rows)):
         return gradient if part else ABSENT
     own, shape = np.shape(leaf), np.shape(gradient)
     if shape[len(shape) - len(own) :] != own:
         raise other_shape('the gradient', path, leaf, gradient)
-    if isinstance(part, Choice):
+    if isinstance(part, Rows):
         return part.cut(gradient, len(own))
     return filters.merged(part, gradient, jnp.zeros_like(gradient), path, own)
 
@@ -314,7 +314,7 @@ def _update(parameter: _Parameter, update: Array) -> Array:
     part, path, leaf = parameter
     if part is False:
         return _no_update(leaf)
-    if isinstance(part, Choice):
+    if isinstance(part, Rows):
         return part.put(update, np.shape(leaf), -0.0)
     frozen = jnp.full_like(update, -0.0) if isinstance(part, filters.Part) else update
     return filters.merged(part, update, frozen, path, np.shape(leaf))
@@ -406,7 +406,7 @@ def _is_broadcast(
     A state may grow at the first update, as that of ``optax.monitor`` does. What the
     update brings to the shape that ``tx.init`` makes had another one before.
     """
-    if not any(isinstance(part, Choice) for part in trained):
+    if not any(isinstance(part, Rows) for part in trained):
         return False
     was, now = _shapes_of(state), _shapes_of(after)
     if was == now:

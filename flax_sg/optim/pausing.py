@@ -19,7 +19,7 @@ from flax_sg.internals.types import Array, PyTree, Transformation
 from flax_sg.optim.owners import Owner, owners_of, remembers
 from flax_sg.optim.selections import Names, names_of
 from flax_sg.trees.leaves import Leaves
-from flax_sg.trees.rows import Choice
+from flax_sg.trees.rows import Rows
 
 
 def with_paused(
@@ -77,7 +77,7 @@ def _paused(part: filters.Part, new: Array, old: Array, owner: Owner) -> Array:
     """
     shape, rows = owner.shape, owner.trained
     mask = part.any_mask(shape, owner.name)
-    if isinstance(rows, Choice):  # A freeze in ``tx`` cut these rows.
+    if isinstance(rows, Rows):  # A freeze in ``tx`` cut these rows.
         mask = rows.cut(jnp.broadcast_to(mask, shape), len(shape))
         shape = mask.shape
     front = np.ndim(old) - len(shape)

@@ -26,7 +26,7 @@ from flax_sg.filters.paths import Path, name_of
 from flax_sg.internals import tracing
 from flax_sg.internals.types import Decision, PyTree, Transformation
 from flax_sg.trees.leaves import Leaves, shape_of
-from flax_sg.trees.rows import Choice, shape_of_part
+from flax_sg.trees.rows import Rows, shape_of_part
 
 # The names that lead to a value of a state.
 Names: TypeAlias = tuple[str, ...]
@@ -66,7 +66,7 @@ class Selection:
             for names, rows, shape in zip(
                 outer.names, outer.trained, outer.shapes, strict=True
             )
-            if isinstance(rows, Choice)
+            if isinstance(rows, Rows)
         }
         shapes, trained = [*self.shapes], [*self.trained]
         for n, names in enumerate(self.names if cut else ()):
@@ -98,7 +98,7 @@ def inside(trained: Sequence[Decision]) -> contextlib.AbstractContextManager[Any
     Args:
         trained: for each parameter whether it is trained, or which rows or part.
     """
-    cuts = any(isinstance(part, Choice) for part in trained)
+    cuts = any(isinstance(part, Rows) for part in trained)
     return tracing.freezes((marks(), cuts or rows_are_cut()))
 
 

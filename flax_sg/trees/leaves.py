@@ -239,7 +239,7 @@ def selected(
     out = [[decide(where, path, matched) for path in tree] for tree in trees]
     if unused != 'ignore':
         paths = [path for tree in trees for path in tree]
-        any_selected = any(filters.is_meant(x) for row in out for x in row)
+        any_selected = any(filters.is_meant(x) for each in out for x in each)
         error = find_unused(where, matched, paths, None, any_selected)
         if error is not None:
             raise error

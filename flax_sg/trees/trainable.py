@@ -190,7 +190,7 @@ def chosen(
     else:
         where = filters.as_filter(where)
         meant = selected([tree.paths for tree in trees], where, unused)
-        _check_differentiable([row for tree in trees for row in tree], where)
+        _check_differentiable([pair for tree in trees for pair in tree], where)
     return [
         [
             is_differentiable(leaf) and (overwritten(path) or decision)
@@ -210,7 +210,7 @@ def _check_differentiable(
 ) -> None:
     # A leaf that is absent may have had a gradient: its filter is no mistake.
     may_have = [is_absent(leaf) or is_differentiable(leaf) for _, leaf in leaves]
-    fixed = [row for row, may in zip(leaves, may_have, strict=True) if not may]
+    fixed = [pair for pair, may in zip(leaves, may_have, strict=True) if not may]
     for part in where.parts if isinstance(where, filters.Or) else (where,):
         meant = {path: leaf for path, leaf in fixed if filters.is_meant(part(path))}
         paths = (path for path, _ in itertools.compress(leaves, may_have))
