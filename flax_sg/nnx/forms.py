@@ -24,14 +24,53 @@ M = TypeVar('M')
 P = ParamSpec('P')
 
 
-def stop_gradient(
-    model: M,
-    where: Where,
-    *,
-    kind: Kind = parameters,
-    unused: str = 'raise',
-    levels: int | None = None,
-) -> M:
+class _TakesModel(Protocol[P]):
+    """A function ``make(where)`` that is called as ``make(model, where)``."""
+
+    @overload
+    def __call__(self, model: M, *args: P.args, **kwargs: P.kwargs) -> M: ...
+    @overload  # A keyword of ours beside those of ``make`` leaves these unchecked.
+    def __call__(self, model: M, *args: Any, kind: Kind, **kwargs: Any) -> M: ...
+
+
+def _takes_model(
+    make: Callable[P, rules.Rewrite], side: str = ''
+) -> Callable[[Callable[[], None]], _TakesModel[P]]:
+    """Makes views of rewrites: the model comes first, and ``kind`` is a keyword.
+
+    Args:
+        make: a function that returns a rewrite. Models have no ``collections``.
+        side: what a filter has to name, if it is known to name one side.
+    """
+    name = getattr(make, '__name__', '')
+    signature = inspect.signature(make)
+    model = inspect.Parameter('model', inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kind = inspect.Parameter('kind', inspect.Parameter.KEYWORD_ONLY, default=parameters)
+    own = [
+        kind if keyword == 'collections' else parameter
+        for keyword, parameter in signature.parameters.items()
+    ]
+    signature = signature.replace(parameters=[model, *own], return_annotation='M')
+
+    def decorate(documented: Callable[[], None]) -> Any:
+        @functools.wraps(documented)
+        def view_of(
+            model: Any, *args: Any, kind: Kind = parameters, **kwargs: Any
+        ) -> Any:
+            given = signature.bind(model, *args, kind=kind, **kwargs)
+            if side:
+                where = filters.as_filter(given.arguments['where'])
+                filters.named(where, side, f'nnx.{name}(model, {{}})')
+            return view(Walk(model), make(*args, **kwargs), kind, name)
+
+        vars(view_of)['__signature__'] = signature
+        return view_of
+
+    return decorate
+
+
+@_takes_model(value_rewrites.stop_gradient, 'frozen')
+def stop_gradient() -> None:
     """Returns a view of an NNX model in which the selected Variables get no gradient.
 
     ``where`` names what is **stopped**.
@@ -98,14 +137,10 @@ def stop_gradient(
         is a view that a module keeps in an attribute. The idea is that of google/flax
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
-    filters.named(filters.as_filter(where), 'frozen', 'nnx.stop_gradient(model, {})')
-    rewrite = value_rewrites.stop_gradient(where, unused=unused, levels=levels)
-    return view(Walk(model), rewrite, kind)
 
 
-def train_only(
-    model: M, where: Where, *, kind: Kind = parameters, unused: str = 'raise'
-) -> M:
+@_takes_model(value_rewrites.train_only, 'trained')
+def train_only() -> None:
     """Returns a view of an NNX model in which only the selected Variables are trained.
 
     ``where`` names what is **trained**.
@@ -130,9 +165,6 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    filters.named(filters.as_filter(where), 'trained', 'nnx.train_only(model, {})')
-    rewrite = value_rewrites.train_only(where, unused=unused)
-    return view(Walk(model), rewrite, kind, 'train_only')
 
 
 def substitute(
@@ -181,46 +213,6 @@ def substitute(
         return view(walk, other_values(walk, values, kind, where, unused), kind)
     rewrite = value_rewrites.substitute(values, where=where, unused=unused)
     return view(walk, rewrite, kind)
-
-
-class _TakesModel(Protocol[P]):
-    """A function ``make(where)`` that is called as ``make(model, where)``."""
-
-    @overload
-    def __call__(self, model: M, *args: P.args, **kwargs: P.kwargs) -> M: ...
-    @overload  # A keyword of ours beside those of ``make`` leaves these unchecked.
-    def __call__(self, model: M, *args: Any, kind: Kind, **kwargs: Any) -> M: ...
-
-
-def _takes_model(
-    make: Callable[P, rules.Rewrite],
-) -> Callable[[Callable[[], None]], _TakesModel[P]]:
-    """Makes views of rewrites: the model comes first, and ``kind`` is a keyword.
-
-    Args:
-        make: a function that returns a rewrite. Models have no ``collections``.
-    """
-    signature = inspect.signature(make)
-    model = inspect.Parameter('model', inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    kind = inspect.Parameter('kind', inspect.Parameter.KEYWORD_ONLY, default=parameters)
-    own = [
-        kind if name == 'collections' else parameter
-        for name, parameter in signature.parameters.items()
-    ]
-    signature = signature.replace(parameters=[model, *own], return_annotation='M')
-
-    def decorate(documented: Callable[[], None]) -> Any:
-        @functools.wraps(documented)
-        def view_of(
-            model: Any, *args: Any, kind: Kind = parameters, **kwargs: Any
-        ) -> Any:
-            signature.bind(model, *args, kind=kind, **kwargs)
-            return view(Walk(model), make(*args, **kwargs), kind)
-
-        vars(view_of)['__signature__'] = signature
-        return view_of
-
-    return decorate
 
 
 @_takes_model(cotangent_rewrites.map_cotangent)

@@ -9,7 +9,7 @@ records: there the names of the fields count, and those of the trees of moments.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -49,14 +49,14 @@ def check_transformation(
         if new_values and _is_hole(state):
             raise _other_fields(owners, new_values, old_values)
         return  # All may be frozen. Plain dicts without values tell no more.
-    places = (
-        _places(owners, new_values, old_values, new_records, old_records)
-        if old_records
-        else ()
-    )
-    for place in sorted(places, key=lambda place: (place not in old_records, place)):
-        if new_records.get(place) != old_records.get(place):
-            raise _other_record(place, new_records.get(place), old_records.get(place))
+    if old_records:
+        places = _places(owners, new_values, old_values, new_records, old_records)
+        for place in sorted(
+            places, key=lambda place: (place not in old_records, place)
+        ):
+            found, wanted = old_records.get(place), new_records.get(place)
+            if found != wanted:
+                raise _other_record(place, wanted, found)
     both = new_records.keys() & old_records.keys()
     new_fields, old_fields = (
         _fields(owners, [names for names in values if not _is_in(names, both)])
@@ -64,17 +64,17 @@ def check_transformation(
     )
     common = new_fields.keys() & old_fields.keys()
     is_other = bool(new_fields and old_fields and not common)
-    is_other |= not all(new_fields[part].fits(old_fields[part]) for part in common)
+    is_other |= any(
+        not _fit(new_fields[part], old_fields[part], trees) for part in common
+    )
     is_other |= any(
         _is_foreign(owner, new_values, old_values, old_records)
         for owner in owners.values()
     )
-    recognized = [
-        names
-        for names in old_values
-        if owners[names].parameter >= 0 or names in new_values
-    ]
-    if is_other or (new_values and old_values and not recognized):
+    is_recognized = any(
+        owners[names].parameter >= 0 or names in new_values for names in old_values
+    )
+    if is_other or (new_values and old_values and not is_recognized):
         raise _other_fields(owners, new_values, old_values)
 
 
@@ -136,38 +136,29 @@ def _is_in(names: Names, places: Collection[Names]) -> bool:
     return any(names[:n] in places for n in range(len(names) + 1))
 
 
-class _Fields(NamedTuple):
-    """The fields of a part of a state.
-
-    Attributes:
-        shared: the names of values that belong to no parameter.
-        trees: the places of the trees that are like the parameters.
-    """
-
-    shared: set[Names]
-    trees: set[Names]
-
-    def fits(self, other: _Fields) -> bool:
-        """Whether other fields are of the same part, whatever is frozen in either.
-
-        A tree of which all is frozen has no values.
-        """
-        same = self.trees == other.trees or not (self.trees and other.trees)
-        return same and self.shared == other.shared
-
-
 def _fields(
     owners: Mapping[Names, Owner], values: Iterable[Names]
-) -> dict[Names, _Fields]:
-    """The fields of each part of a state, without hyperparameters: these are new."""
-    parts: dict[Names, _Fields] = {}
+) -> dict[Names, set[Names]]:
+    """The fields of each part of a state, without hyperparameters: these are new.
+
+    A field is a tree that is like the parameters, or a value of none.
+    """
+    parts: dict[Names, set[Names]] = {}
     for names in values:
         owner = owners[names]
         if not owner.is_hyperparameter:
-            fields = parts.setdefault(owner.part, _Fields(set(), set()))
-            is_shared = owner.tree is None
-            (fields.shared if is_shared else fields.trees).add(owner.tree or names)
+            field = names if owner.tree is None else owner.tree
+            parts.setdefault(owner.part, set()).add(field)
     return parts
+
+
+def _fit(new: set[Names], old: set[Names], trees: set[Names]) -> bool:
+    """Whether two sets of fields are of the same part, whatever is frozen in either.
+
+    A tree of which all is frozen has no values.
+    """
+    same = new & trees == old & trees or not (new & trees and old & trees)
+    return same and new - trees == old - trees
 
 
 def _records(state: PyTree, top: Names = ()) -> Iterator[tuple[Names, str]]:
