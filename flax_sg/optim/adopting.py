@@ -174,20 +174,18 @@ def _of_all(
     for value, old_owner in candidates:
         owners = [owner] if old_owner is None else [owner, old_owner]
         selections = [each.selection for each in owners]
+        parts = [*itertools.chain(*(each.trained for each in selections))]
         is_same = old_owner is not None and _is_same_selection(*selections)
-        # If ``old`` is not given, the structure alone tells of which selection it is.
-        is_of_other = _may_have_rows(initial, *selections)
-        if old_owner is not None or not is_of_one_selection(initial):
-            is_of_other |= not owner.is_known
+        if is_of_one_selection(initial):
+            # Its structure tells which parameters it is of, and not which elements.
+            are_whole = all(isinstance(part, bool) for part in parts)
+            is_of_other = old_owner is not None or not are_whole
+        else:  # An array may have a number for each trained row.
+            of_rows = remembers(initial) and any(isinstance(x, Rows) for x in parts)
+            is_of_other = of_rows or not owner.is_known
         if _type(value) == _type(initial) and (is_same or not is_of_other):
             return value, 'carried'
     return initial, 'fresh'
-
-
-def _may_have_rows(value: Leaf, *selections: Selection) -> bool:
-    """Whether a value of all parameters may have numbers for each trained row."""
-    parts = itertools.chain(*(selection.trained for selection in selections))
-    return remembers(value) and any(isinstance(part, Rows) for part in parts)
 
 
 def _is_same_selection(old: Selection, new: Selection) -> bool:

@@ -85,6 +85,12 @@ def test_what_belongs_to_one_selection_begins_anew_with_another(name):
     for old in one, None:
         adopted = sg.adopt(two, params, before, old=old)
         oracle.assert_same(adopted, two.init(params))
+    # So are other elements.
+    one, two = tx, sg.freeze(tx, sg.at('c', np.s_[0, :1]))
+    _, before = trained(one, one.init(params), steps, params)
+    for old in one, None:
+        adopted = sg.adopt(two, params, before, old=old)
+        oracle.assert_same(adopted, two.init(params))
 
 
 def of_leaves(tx: Any) -> Any:
