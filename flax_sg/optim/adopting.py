@@ -172,18 +172,20 @@ def _of_all(
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
     for value, old_owner in candidates:
+        if _type(value) != _type(initial):
+            continue
         owners = [owner] if old_owner is None else [owner, old_owner]
         selections = [each.selection for each in owners]
-        parts = [*itertools.chain(*(each.trained for each in selections))]
-        is_same = old_owner is not None and _is_same_selection(*selections)
+        parts = itertools.chain(*(each.trained for each in selections))
         if is_of_one_selection(initial):
             # Its structure tells which parameters it is of, and not which elements.
             are_whole = all(isinstance(part, bool) for part in parts)
-            is_of_other = old_owner is not None or not are_whole
-        else:  # An array may have a number for each trained row.
-            of_rows = remembers(initial) and any(isinstance(x, Rows) for x in parts)
-            is_of_other = of_rows or not owner.is_known
-        if _type(value) == _type(initial) and (is_same or not is_of_other):
+            may_be_of_other = old_owner is not None or not are_whole
+        elif remembers(initial) and any(isinstance(part, Rows) for part in parts):
+            may_be_of_other = True  # It may have a number for each trained row.
+        else:
+            may_be_of_other = not owner.is_known
+        if not may_be_of_other or (old_owner and _is_same_selection(*selections)):
             return value, 'carried'
     return initial, 'fresh'
 
