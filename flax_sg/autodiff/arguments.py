@@ -47,11 +47,11 @@ class Split(NamedTuple):
     @property
     def live(self) -> list[tuple[Path, Any]]:
         """The leaves that are differentiated, with their paths."""
-        rows = zip(self.trees, self.decisions, strict=True)
+        pairs = zip(self.trees, self.decisions, strict=True)
         return [
-            row
-            for tree, decisions in rows
-            for row in itertools.compress(tree, map(filters.is_meant, decisions))
+            leaf
+            for tree, decisions in pairs
+            for leaf in itertools.compress(tree, map(filters.is_meant, decisions))
         ]
 
     def join(self, live: Iterable[Any]) -> list[Any]:

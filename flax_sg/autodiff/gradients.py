@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Never
+from typing import Any, Never, ParamSpec, TypeVar
 
 import jax
 from jax.tree_util import Partial
@@ -15,6 +16,9 @@ from flax_sg.filters.predicates import describe
 from flax_sg.internals.types import PyTree
 from flax_sg.trees.leaves import arguments_of, leaves_of
 from flax_sg.trees.trainable import DECLARED, Declared
+
+P = ParamSpec('P')
+R = TypeVar('R')
 
 
 def value_and_grad(
@@ -105,16 +109,19 @@ def value_and_grad(
     return call
 
 
+def _called_as(fn: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Gives a function the arguments of another one, for ``help`` and type checkers."""
+
+    def decorate(other: Any) -> Any:
+        other.__signature__ = inspect.signature(fn)
+        return other
+
+    return decorate
+
+
+@_called_as(value_and_grad)
 def grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    *,
-    wrt: Where = DECLARED,
-    absent: str = 'drop',
-    unused: str = 'raise',
-    **others: Never,
+    fun: Any, argnums: Any = 0, has_aux: bool = False, *args: Any, **options: Any
 ) -> Callable[..., Any]:
     """``jax.grad`` with respect to the leaves that a filter selects.
 
@@ -129,8 +136,7 @@ def grad(
 
     Args and errors are those of ``sg.value_and_grad``.
     """
-    options: Any = {'wrt': wrt, 'absent': absent, 'unused': unused, **others}
-    both = value_and_grad(fun, argnums, has_aux, holomorphic, **options)
+    both = value_and_grad(fun, argnums, has_aux, *args, **options)
 
     @functools.wraps(fun, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -190,13 +196,18 @@ def vjp(
         unused: ``'ignore'`` to let a filter pass that matches nothing.
 
     Returns:
-        The output; the function from its cotangent to a tuple with a tree for each
-        argument; and the auxiliary output if ``has_aux``. The function may be called
-        any number of times, and a jitted function may return it.
+        ``(y, back)``, or ``(y, back, aux)`` if ``has_aux``. ``y`` is the output.
+        ``back`` takes a cotangent, a tree of the structure, shapes and dtypes of ``y``,
+        and returns a tuple with a tree for each argument, whose gradients have the
+        shapes and dtypes of the leaves. It may be called any number of times, and a
+        jitted function may return it.
 
     Raises:
         UnusedFilterError: if a part of ``wrt`` matches no leaf, or ``wrt`` is False.
-        ArgumentTypeError: if no leaf that it matches can be differentiated.
+        ArgumentTypeError: if ``fun`` is no function, or no leaf that ``wrt`` matches
+            can be differentiated.
+        FilterTypeError: if ``wrt`` is no filter, or one of what is frozen.
+        ArgumentValueError: for another ``absent`` or ``unused``.
 
     Note:
         Zygote's and Flux's structural gradients, and ``equinox.filter_vjp``, are the

@@ -134,7 +134,7 @@ class _Thread(threading.local):
             tracing.user_context(self.number.value).__enter__()
 
     @property
-    def number(self) -> numbers.Number:
+    def number(self) -> numbers.TraceNumber:
         """The number of the open blocks in JAX's cache keys."""
         if not self.blocks:
             return numbers.NONE

@@ -15,7 +15,7 @@ from typing import Any
 
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, root_of, thread
-from flax_sg.engine.roots import Root
+from flax_sg.engine.roots import IdlePart, Root
 from flax_sg.engine.selection import selects, wants
 from flax_sg.filters.paths import Path
 from flax_sg.filters.unused import find_unused
@@ -33,37 +33,42 @@ def judge(block: Block, reads: bool) -> None:
     """
     if block.rewrite.unused == 'ignore':
         return
+    root = None if block.owner is None else root_of(block.owner)
     _meet_the_rest(block)
     error = verdict(block)
-    root = None if block.owner is None else root_of(block.owner)
     if error and root is not None:
         _meet_state(block, root)
         error = verdict(block)
-    if error and root is not None and root.initializing:
+    if not error:
+        _leave_right(block, root, reads)
+    elif root is not None and root.initializing:
         # During initialization variables are still missing: ``settle`` judges later.
         root.pending.append((block, sys.exception()))
-    elif error and is_certain(block):
+    elif is_certain(block):
         block.lease.discard()
         raise error
-    elif error:
-        warn_once(_perhaps(error), block.place)
     else:
-        history = block.lease.number.history
-        if not block.lease.is_blank:
-            history.untraced |= block.untraced
-        block.effective |= history.effective
-        idle = _idle(block) if reads else []
-        told = [(part, _no_effect(block, part), block.place) for part in idle]
-        if root is not None and block.asker.is_list and block.effective:
-            # Blocks of one list may each read a part of it: ``settle`` tells.
-            effective, waiting = root.lists.setdefault(
-                block.rewrite.where.shape, (set(), [])
-            )
-            effective |= block.effective
-            waiting += told
+        warn_once(_perhaps(error), block.place)
+
+
+def _leave_right(block: Block, root: Root | None, reads: bool) -> None:
+    """Leaves the verdict with the number, and warns of what has selected nothing."""
+    history = block.lease.number.history
+    if not block.lease.is_blank:
+        history.untraced |= block.untraced
+    block.effective |= history.effective
+    waiting: list[IdlePart] | None = None
+    if root is not None and block.asker.is_list and block.effective:
+        # Blocks of one list may each read a part of it: ``settle`` tells.
+        shape = block.rewrite.where.shape
+        effective, waiting = root.lists.setdefault(shape, (set(), []))
+        effective |= block.effective
+    for where in _idle(block) if reads else ():
+        part = IdlePart(where, _no_effect(block, where), block.place)
+        if waiting is None:
+            warn_once(part.text, part.place)
         else:
-            for _, text, place in told:
-                warn_once(text, place)
+            waiting.append(part)
 
 
 def leave_unjudged(block: Block) -> None:
@@ -248,9 +253,9 @@ def settle(root: Root, handled: BaseException | None) -> None:
     lists = [*root.lists.values()]
     root.lists.clear()
     for effective, waiting in lists if sys.exception() is handled else ():
-        for part, text, place in waiting:
-            if effective.isdisjoint(atom.shape for atom in part.atoms):
-                warn_once(text, place)
+        for part in waiting:
+            if effective.isdisjoint(atom.shape for atom in part.where.atoms):
+                warn_once(part.text, part.place)
 
 
 def _meet(

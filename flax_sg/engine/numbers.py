@@ -21,8 +21,8 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 from flax_sg import filters
 from flax_sg.filters import expressions
@@ -126,7 +126,7 @@ class Asker:
             self._decisions[key] = expressions.takes(atom, path)
         return self._decisions[key]
 
-    def first_answer(self, number: Number) -> Hashable:
+    def first_answer(self, number: TraceNumber) -> Hashable:
         """Returns the answer of a block that opens, if no question comes twice.
 
         An opening block is asked about each variable that was traced under the code of
@@ -147,7 +147,7 @@ class Asker:
         self._early.append((path, decision))
         return decision
 
-    def answer(self, number: Number) -> Hashable:
+    def answer(self, number: TraceNumber) -> Hashable:
         """Returns the answer of the block to the question of a number."""
         question = number.question
         if isinstance(question, str):
@@ -182,7 +182,7 @@ class History:
     untraced: set[Facts] = dataclasses.field(default_factory=set)
 
 
-class Number:
+class TraceNumber:
     """A number in JAX's cache keys, and what its traces depend on.
 
     Attributes:
@@ -199,7 +199,7 @@ class Number:
         self.value = next(_values) if value is None else value
         self.question: Question | None = None
         self.asks_of_variable = False
-        self.answers: dict[Hashable, Number] = {}
+        self.answers: dict[Hashable, TraceNumber] = {}
         self.inside: dict[Hashable, _Kind] = {}
         self.history = History()
         self.paths: dict[tuple[str, ...], Path] = {}
@@ -207,11 +207,11 @@ class Number:
         self._holders: weakref.WeakSet[Asker] = weakref.WeakSet()
 
     @property
-    def deeper(self) -> Number:
+    def deeper(self) -> TraceNumber:
         """The number while more applies run than when the block opened."""
         with _lock:
             if 'deeper' not in self.inside:
-                self.inside['deeper'] = _Kind([Number()])
+                self.inside['deeper'] = _Kind([TraceNumber()])
             return self.inside['deeper'][0]
 
     def path_for(self, owner: tuple[str, ...]) -> Path:
@@ -246,35 +246,55 @@ class Number:
 
     def note_answer(self, answer: Hashable) -> None:
         """Notes the first answer to a new question: it leads to the same value."""
-        self.answers[answer] = same = Number(self.value)
+        self.answers[answer] = same = TraceNumber(self.value)
         same.inside, same.history = self.inside, self.history
 
 
-class _Kind(list[Number]):
-    """The first numbers of the blocks of one kind: one, or more for several threads."""
+class End(NamedTuple):
+    """Where the answers of a block lead to.
+
+    Attributes:
+        first: the first number of the kind, where they begin.
+        number: the number at the end, which asks nothing.
+        asked: the numbers between, with their questions.
+    """
+
+    first: TraceNumber
+    number: TraceNumber
+    asked: list[TraceNumber]
+
+
+class _Kind(list[TraceNumber]):
+    """The first numbers of the blocks of one kind: one, or more for several threads.
+
+    Attributes:
+        ends: how many ends have come behind them.
+    """
 
     ends = 0
 
-    def ends_for(self, asker: Asker) -> Iterator[tuple[Number, Number, list[Number]]]:
-        """Yields the ends that a block comes to: first number, end, what was asked."""
+    def ends_for(self, asker: Asker) -> list[End]:
+        """The ends that a block comes to by its answers."""
         firsts = tuple(self)
         # Under several first numbers a question comes again: ``answer`` remembers.
         answer = asker.first_answer if len(firsts) == 1 else asker.answer
+        ends: list[End] = []
         for first in firsts:
-            number: Number | None = first
-            asked: list[Number] = []
+            number: TraceNumber | None = first
+            asked: list[TraceNumber] = []
             while number is not None and number.question is not None:
                 asked.append(number)
                 number = self._next(number, answer(number))
             if number is None:  # Its tree is gone, so nobody finds its traces again.
                 self.drop(first)
             else:
-                yield first, number, asked
+                ends.append(End(first, number, asked))
         if self.ends > MOST:
             self.clear()
             self.ends = 0
+        return ends
 
-    def _next(self, number: Number, answer: Hashable) -> Number | None:
+    def _next(self, number: TraceNumber, answer: Hashable) -> TraceNumber | None:
         """The number that an answer leads to, a new one if nobody has answered so.
 
         None if the question is about a tree that is gone: nobody can answer so again.
@@ -283,10 +303,10 @@ class _Kind(list[Number]):
             if answer is _GONE:
                 return None
             self.ends += 1
-            number.answers[answer] = Number()
+            number.answers[answer] = TraceNumber()
         return number.answers[answer]
 
-    def drop(self, first: Number) -> None:
+    def drop(self, first: TraceNumber) -> None:
         """Lets no block find a first number, and what comes after it."""
         with _lock:
             if first in self:
@@ -308,11 +328,11 @@ class Lease:
         number: the number until ``find`` is called.
     """
 
-    def __init__(self, outer: Number, asker: Asker, number: Number) -> None:
+    def __init__(self, outer: TraceNumber, asker: Asker, number: TraceNumber) -> None:
         self._outer, self.asker = outer, asker
-        self.number = self._first = number
+        self.number = number
+        self._end = End(number, number, [])
         self.is_blank = self.is_new = True
-        self._asked: list[Number] = []
         self._questions: set[Question | None] | None = None
 
     def find(self, outside: Callable[[], Any]) -> None:
@@ -324,18 +344,19 @@ class Lease:
         """
         kind = self._kind(self.asker.kind)
         with outside() if self.asker.has_functions else contextlib.nullcontext():
-            ends = [*kind.ends_for(self.asker)]
+            ends = kind.ends_for(self.asker)
         # A number that has traces is tried first: its programs need not be compiled.
-        ends.sort(key=lambda end: not end[1].history.has_traces)
-        for first, number, asked in ends:
-            self._first, self.number, self._asked = first, number, asked
-            if number.take(self.asker):
-                self.is_blank, self.is_new = False, not number.history.has_traces
+        ends.sort(key=lambda end: not end.number.history.has_traces)
+        # The number is noted first, so that it is given back whatever is raised.
+        for end in ends:
+            self._end, self.number = end, end.number
+            if end.number.take(self.asker):
+                self.is_blank, self.is_new = False, not end.number.history.has_traces
                 return
         with _lock:
-            blanks, new = self._kind(self.asker.blank), Number()
+            blanks, new = self._kind(self.asker.blank), TraceNumber()
             for number in (*blanks, new):
-                self._first, self.number, self._asked = number, number, []
+                self._end, self.number = End(number, number, []), number
                 if number.take(self.asker):
                     break
             if self.number is new:
@@ -374,7 +395,7 @@ class Lease:
             Whether all are answered. A question of another block may have no answer.
         """
         if self._questions is None:
-            self._questions = {number.question for number in self._asked}
+            self._questions = {number.question for number in self._end.asked}
         missing = {q: None for q in questions if q not in self._questions}
         while missing:
             question = self.number.question or next(iter(missing))
@@ -411,7 +432,7 @@ class Lease:
 
     def discard(self) -> None:
         """Lets no other block find the number: its traces have to be made anew."""
-        self._kind(self.asker.kind).drop(self._first)
+        self._kind(self.asker.kind).drop(self._end.first)
 
     def give_back(self) -> None:
         """Gives the number back."""
@@ -419,7 +440,7 @@ class Lease:
 
 
 # The number while no block is open.
-NONE = Number(0)
+NONE = TraceNumber(0)
 
 
 def unknown(asker: Asker, so_far: Lease | None = None) -> Lease:
@@ -429,7 +450,7 @@ def unknown(asker: Asker, so_far: Lease | None = None) -> Lease:
         asker: answers for the block.
         so_far: the lease of the block so far; what is known of its number still holds.
     """
-    lease = Lease(NONE, asker, Number())
+    lease = Lease(NONE, asker, TraceNumber())
     if so_far is not None:
         lease.is_new, lease.number.history = so_far.is_new, so_far.number.history
     return lease

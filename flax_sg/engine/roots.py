@@ -13,13 +13,15 @@ import functools
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 from flax.core.frozen_dict import FrozenDict
 from flax.core.scope import Scope
 
+from flax_sg.filters import Filter
 from flax_sg.internals import core_scopes, tracing
+from flax_sg.internals.places import Place
 from flax_sg.internals.types import PyTree
 from flax_sg.trees.variables import Key, LeafKey, leaf_keys
 
@@ -27,6 +29,20 @@ if TYPE_CHECKING:
     from flax_sg.engine.blocks import Block
 
 ROOT_FLAG = 'flax_sg'
+
+
+class IdlePart(NamedTuple):
+    """A part of a filter that selected nothing that was read in a block.
+
+    Attributes:
+        where: the part.
+        text: the warning.
+        place: the line that opened the block.
+    """
+
+    where: Filter
+    text: str
+    place: Place
 
 
 class Tree:
@@ -129,7 +145,7 @@ class Root:
         self.setups = Setups()
         self.sown: set[Key] = set()
         self.pending: list[Any] = []
-        self.lists: dict[Hashable, tuple[set[Hashable], list[Any]]] = {}
+        self.lists: dict[Hashable, tuple[set[Hashable], list[IdlePart]]] = {}
 
     @functools.cached_property
     def kept_trace(self) -> weakref.ref[Any] | None:

@@ -253,7 +253,9 @@ def _new_leaf(block: Block, root: Root, key: Key, decided: Decided, leaf: Leaf) 
     rule = block.rewrite.rule
     if rule.acts_on != 'cotangents':
         trace = tracing.in_trace_of(leaf)
-        if rule.brings:
+        part = decided[1]
+        # A mask may be traced in a function that reads the leaf from outside.
+        if rule.brings or (isinstance(part, filters.Part) and part.is_mask):
             trace = tracing.in_innermost_trace((block.level,), leaf)
         with trace, _seeing_outside(block):
             return _applied(block, decided, leaf)
@@ -327,18 +329,18 @@ def _rewritten_together(block: Block, root: Root) -> _Joint:
             for leaf_key, decision, leaf in zip(keys, decisions, shown, strict=True):
                 if decision is not False and is_differentiable(leaf):
                     chosen.setdefault(leaf_key, []).append(leaf)
-    rows = [(decide(block, root, key), chosen[key]) for key in chosen]
+    decided = [(decide(block, root, key), chosen[key]) for key in chosen]
     with _begin(block, root, [leaf for leaves in chosen.values() for leaf in leaves]):
         together = block.rewrite.rule.together(
             [
                 (path, [filters.within(decision, old, path) for old in olds])
-                for (path, decision), olds in rows
+                for (path, decision), olds in decided
             ]
         )
         return {
             (key, id(old)): (old, filters.merged(decision, new, old, path))
             for key, ((path, decision), olds), news in zip(
-                chosen, rows, together, strict=True
+                chosen, decided, together, strict=True
             )
             for old, new in zip(olds, news, strict=True)
         }

@@ -125,9 +125,9 @@ class Filter(ToldByHash, abc.ABC):
             return None
         under = f' under {"/".join(owner)!r}' if owner else ''
         advice = self._advice(paths) if paths else 'There are no variables.'
-        variables = f'{len(paths)} variable{"s" * (len(paths) != 1)}{under}'
+        variables = 'variable' if len(paths) == 1 else 'variables'
         return errors.UnusedFilterError(
-            f'{self!r} matches none of the {variables}.',
+            f'{self!r} matches none of the {len(paths)} {variables}{under}.',
             advice,
             "If nothing has to match, pass unused='ignore'.",
         )

@@ -29,8 +29,6 @@ def advice(
     near = list(dict.fromkeys(by_text[text] for text in nearest(pattern, by_text)))
     hint = _of_a_collection(pattern, paths, near[0], compiled)
     hint = hint or _of_the_root(pattern, paths, compiled)
-    if not hint and compiled is not re.compile:
-        hint = _of_a_stack(pattern, paths, compiled)
     for text in (pattern, _of_a_list(pattern)):
         if not hint and (respelled := _respelled(text, near[0], paths, compiled)):
             hint = f'Did you mean {respelled!r}?'
@@ -84,56 +82,23 @@ def _of_the_root(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str
             continue
         front = path.absolute.removesuffix(path)
         if path.outside:
-            told, write = (
+            problem, write = (
                 'It is outside of the module of the block',
                 f'{_many(compiled)}/{pattern}',
             )
         elif pattern.startswith(front):
-            told, write = (
+            problem, write = (
                 'Paths begin at the module of the block',
                 pattern[len(front) :],
             )
         else:
             continue
-        return f'{told}: {write!r}.'
-    return ''
-
-
-# A name with a number, or a range of numbers: of one layer, or of several.
-_NUMBERED = re.compile(r'(?:(.*)_)?(?:([0-9]+)|\{([0-9]+)\.\.([0-9]+)\})')
-
-
-def _of_a_stack(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
-    """The hint for a layer by its number, where a scan or vmap has one stack; or ''."""
-    names = pattern.split('/')
-    for n, name in enumerate(names):
-        match = _NUMBERED.fullmatch(name)
-        if not match:
-            continue
-        prefix, layer, *ends = match.groups()
-        first, last = sorted(map(int, filter(None, ends))) or (layer, layer)
-        stack = '/'.join([*names[:n], *([prefix] if prefix else []), *names[n + 1 :]])
-        if prefix and n == len(names) - 1:
-            stack += '/**'
-        shapes = [
-            x.array.shape for x in paths if x.array and _fits(stack, [x], compiled)
-        ]
-        size = int(last) + 1
-        if shapes and all(shape and shape[0] >= size for shape in shapes):
-            index = layer or f'{first}:{size}'
-            return (
-                f'If {"/".join([*names[:n], *([prefix] if prefix else [])])!r} is one '
-                f'stack of layers: sg.at({stack!r}, np.s_[{index}]); of layers of a '
-                'scan, frozen_layers= of nn.scan saves the work, too.'
-            )
+        return f'{problem}: {write!r}.'
     return ''
 
 
 def _of_a_glob(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
-    """The hint for what is no glob: a regular expression, the path of a box; or ''."""
-    inside = pattern.removesuffix('/value')
-    if inside != pattern and _fits(inside, paths, compiled):
-        return f'No path ends in /value, the inside of a box or a Variable: {inside!r}.'
+    """The hint for what is no glob: names with dots, a regular expression; or ''."""
     dotted = pattern.replace('.', '/')
     every = f'{dotted.removesuffix("/*")}/**'
     # 'head.*' is more likely a regular expression.
@@ -145,11 +110,6 @@ def _of_a_glob(pattern: str, paths: Sequence[Path], compiled: _Compile) -> str:
         return f'A str is a glob: write re.compile({pattern!r}).'
     if stars := _crossing(pattern, paths, compiled):
         return f"'*' matches within one name: {stars!r}."
-    if pattern.startswith('!') and _fits(pattern[1:], paths, compiled):
-        return f"A glob has no '!': write ~sg.where({pattern[1:]!r})."
-    if '|' in pattern and _fits(f'.*({pattern}).*', paths, re.compile):
-        write = f're.compile({f".*({pattern}).*"!r})'
-        return f"A str is a glob, and '|' has no meaning in it: write {write}."
     return ''
 
 

@@ -276,15 +276,10 @@ def merged(
     if meant is others or not isinstance(decision, Part):
         return others if decision is False else meant
     like = jnp.shape(others)
-    with contextlib.ExitStack() as stack:
-        # Masks of an expression may be tracers of several traces, one in the other. The
-        # innermost can use all of them; in an outer one JAX would raise for a leak.
-        for array in _traced_in(decision.elements):
-            stack.enter_context(_trace_of_mask(array))
-        mask = decision.any_mask(like if shape is None else shape, path)
-        is_known = isinstance(mask, np.ndarray)
-        mask = (np if is_known else jnp).broadcast_to(mask, like)
-        return jnp.where(mask, meant, others)
+    mask = decision.any_mask(like if shape is None else shape, path)
+    is_known = isinstance(mask, np.ndarray)
+    mask = (np if is_known else jnp).broadcast_to(mask, like)
+    return jnp.where(mask, meant, others)
 
 
 def within(decision: bool | Part, leaf: Leaf, path: str) -> Array:
@@ -318,18 +313,6 @@ def _traced_in(elements: Filter) -> Iterator[Any]:
         yield from _traced_in(part)
 
 
-def _trace_of_mask(mask: Array) -> contextlib.AbstractContextManager[Any]:
-    """The trace of a mask if it is inside the current one, else the current one.
-
-    The current trace is that of the leaf. Parameters may come from outside of the
-    function in which a mask is computed.
-    """
-    here = tracing.current_trace()
-    with tracing.in_trace_of(mask), tracing.in_innermost_trace([here]):
-        is_inside = tracing.current_trace() == here
-    return tracing.in_trace_of(mask) if is_inside else contextlib.nullcontext()
-
-
 def at(where: Any, index: ArrayIndex) -> Filter:
     """A part of each array that a filter selects.
 
@@ -358,14 +341,16 @@ def at(where: Any, index: ArrayIndex) -> Filter:
         index: which elements of each: whatever numpy takes between brackets, of ints,
             slices, ``...``, and arrays of ints or bools. It is that of the array where
             the block begins: outside a scan the first axis may be that of the layers.
+            An array of bools has the shape of the array, or of its first axes.
 
     Returns:
-        A filter. If the elements are all that an array has, it means the array. Where
-        a leaf cannot be split (``sg.labels``, ``nnx.where``) it is refused.
+        A filter. If it takes all elements of an array, it means the whole array. What
+        cannot split a leaf (``sg.labels``, ``nnx.where``) refuses it.
 
     Raises:
-        PartError: if ``index`` is none; later, if it does not fit an array, or takes
-            nothing of it.
+        FilterTypeError: if ``where`` is no filter.
+        PartError: if ``index`` is traced, or is nothing that numpy takes. Where the
+            filter is asked, if the index does not fit an array, or takes nothing of it.
     """
     with raised_by('sg.at(where, index)'):
         filter_ = Filter.convert(where)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import traverse_util
 
 from flax_sg import errors
-from flax_sg.errors.texts import brief
+from flax_sg.errors.texts import brief, listed
 from flax_sg.filters.conditions import Condition
 from flax_sg.filters.expressions import Atom, Filter, Need
 from flax_sg.filters.hints import nearest
@@ -332,7 +332,7 @@ def conditional(where: Filter) -> frozenset[tuple[str, tuple[str, ...]]]:
 def _some(variables: Iterable[tuple[str, tuple[str, ...]]]) -> str:
     """The paths of the first three of some variables."""
     names = sorted('/'.join(names) for _, names in variables)
-    return ', '.join([*map(repr, names[:3]), *['...'] * (len(names) > 3)])
+    return listed([*map(repr, names)])
 
 
 def no_variables(

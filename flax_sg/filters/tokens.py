@@ -58,7 +58,7 @@ def of_value(value: Any) -> str:
                 data = of_value(np.asarray(jax.random.key_data(value)))
             return f'{value.dtype} {data}'
         if not value.ndim:
-            weak = ' weak' * value.aval.weak_type
+            weak = ' weak' if value.aval.weak_type else ''
             return _of_array(jax.Array, np.asarray(value)) + weak
     return of_object(value)
 

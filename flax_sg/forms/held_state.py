@@ -233,47 +233,76 @@ def _evaluate(
     context: linen.module.InterceptorContext,
 ) -> Any:
     """Sets the switches of a method, or of its module, for one call."""
-    module = context.module
+    module, method = context.module, context.orig_method
+    switches_of = functools.partial(_switches, holds, covers, module.scope)
     fields = {field.name for field in dataclasses.fields(module)}
-    names = {*fields, *inspect.signature(context.orig_method).parameters}
-
-    def switches_of(names: Collection[str], *below: str) -> dict[str, bool]:
-        switches = dict[str, bool]()
-        if module.scope is not None and not _STATISTICS.keys().isdisjoint(names):
-            switches |= _STATISTICS if _is_held(holds, module.scope, below) else {}
-        if module.scope is not None and not _DROPOUT.keys().isdisjoint(names):
-            switches |= _DROPOUT if covers(module.scope, below) else {}
-        return switches
-
+    names = {*fields, *inspect.signature(method).parameters}
     switches = switches_of(names)
+    of_module = {
+        name: value
+        for name, value in switches.items()
+        if name in fields and getattr(module, name, None) is not None
+    }
+    # Flax raises if field and argument are both given: then the argument is None.
+    arguments = switches | dict.fromkeys(of_module)
     if _OF_TO_LINEN in names:
-        method = kwargs.get(_OF_TO_LINEN, '__call__')
-        kwargs = {**kwargs, _OF_TO_LINEN: _evaluated_nnx(method, switches_of)}
-    with contextlib.ExitStack() as stack:
-        for name, value in switches.items():
-            if getattr(module, name, None) is not None and name in fields:
-                before = getattr(module, name)
-                object.__setattr__(module, name, value)
-                stack.callback(object.__setattr__, module, name, before)
-                value = None  # Flax raises if field and argument are both given.
-            args, kwargs = _with_argument(
-                context.orig_method, name, value, args, kwargs
-            )
+        nnx_method = kwargs.get(_OF_TO_LINEN, '__call__')
+        kwargs = {**kwargs, _OF_TO_LINEN: _evaluated_nnx(nnx_method, switches_of)}
+    args, kwargs = _with_arguments(method, arguments, args, kwargs)
+    with _fields_set(module, of_module):
         return next_fun(*args, **kwargs)
 
 
-def _with_argument(
+def _switches(
+    holds: Callable[..., bool | filters.Part],
+    covers: Callable[..., bool],
+    scope: Scope | None,
+    names: Collection[str],
+    *below: str,
+) -> dict[str, bool]:
+    """The switches of a module for evaluation, of those that it may have.
+
+    Args:
+        holds: whether a variable is held.
+        covers: whether everything under a path is frozen.
+        scope: the scope of the module of linen.
+        names: the names of its fields and arguments.
+        *below: the path of a module of NNX in it, whose names these are.
+    """
+    switches = dict[str, bool]()
+    if scope is not None and not _STATISTICS.keys().isdisjoint(names):
+        switches |= _STATISTICS if _is_held(holds, scope, below) else {}
+    if scope is not None and not _DROPOUT.keys().isdisjoint(names):
+        switches |= _DROPOUT if covers(scope, below) else {}
+    return switches
+
+
+@contextlib.contextmanager
+def _fields_set(module: BoundModule, fields: Mapping[str, bool]) -> Generator[None]:
+    """Sets fields of a module for the body."""
+    before = {name: getattr(module, name) for name in fields}
+    for name, value in fields.items():
+        object.__setattr__(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+def _with_arguments(
     method: Callable[..., Any],
-    name: str,
-    value: bool | None,
+    values: Mapping[str, bool | None],
     args: Args,
     kwargs: Kwargs,
 ) -> tuple[Any, Any]:
+    """The arguments of a call, with other values for those that a method takes."""
     signature = inspect.signature(method)
-    if name not in signature.parameters:
+    taken = {name: v for name, v in values.items() if name in signature.parameters}
+    if not taken:
         return args, kwargs
     bound = signature.bind_partial(*args, **kwargs)
-    bound.arguments[name] = value
+    bound.arguments |= taken
     return bound.args, bound.kwargs
 
 
@@ -301,9 +330,8 @@ def _evaluated_nnx(
                     setattr(node, name, switches[name])
         name = method or '__call__'
         fn = getattr(type(model), name) if isinstance(name, str) else name
-        args = model, *args
-        for name, value in switches_of(inspect.signature(fn).parameters).items():
-            args, kwargs = _with_argument(fn, name, value, args, kwargs)
+        switches = switches_of(inspect.signature(fn).parameters)
+        args, kwargs = _with_arguments(fn, switches, (model, *args), kwargs)
         return fn(*args, **kwargs)
 
     return evaluated

@@ -20,35 +20,24 @@ from flax_sg.rules import rules, value_rewrites
 from flax_sg.trees.leaves import collections_of, is_absent
 from flax_sg.trees.variables import iter_variables
 
-# 'same': the n-th call draws what the n-th call of the module does, and leaves the
-# draws of the module alone. 'fresh': it draws as another call of the module would.
-RNGS = SAME, FRESH = 'same', 'fresh'
-
 
 class Mirror(wrappers.Wrapper):
     """What ``mirror`` returns.
 
     Attributes:
         values: a rewrite that brings other values; None for those of the module.
-        rngs: which random numbers a call draws.
     """
 
     state: str = held_state.HOLD
     values: rules.Rewrite | None = None
-    rngs: str = SAME
 
     # A view must not write the cache: the module itself may be called as well.
     _results = held_state.OF_MIRRORS
 
-    def __post_init__(self) -> None:
-        if self.rngs not in RNGS:
-            raise unknown_choice('rngs', self.rngs, RNGS)
-        super().__post_init__()
-
     @nowrap
     def make_rng(self, name: str = 'params') -> Any:
         """Draws as the module does: ``nn.jit`` draws before its body begins."""
-        with _handle_rngs(self.module, self.rngs):
+        with _drawing_apart(self.module):
             return self.module.make_rng(name)
 
     @nowrap
@@ -56,7 +45,7 @@ class Mirror(wrappers.Wrapper):
     def _in_block(self, judge: bool) -> Generator[None]:
         """The block of every wrapper, with random numbers and values of the view."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_handle_rngs(self.module, self.rngs))
+            stack.enter_context(_drawing_apart(self.module))
             if self.values is not None:
                 # State that is computed from other values is not that of the module.
                 everything = filters.Constant(True)
@@ -71,7 +60,6 @@ def mirror(
     where: filters.Where = True,
     *,
     variables: Mapping[str, Any] | value_rewrites.Values | None = None,
-    rngs: str = SAME,
     state: str = held_state.HOLD,
     collections: CollectionFilter = 'params',
     unused: str = 'raise',
@@ -98,6 +86,11 @@ def mirror(
     >>> sorted(params)
     ['encoder', 'predictor']
 
+    The n-th call of a view draws what the n-th call of the module does, such as the
+    same dropout masks, in whichever order they come. All views of a module are counted
+    together, and the module draws what it draws without a view. Flax traces the body of
+    ``nn.scan`` twice and goes on counting: call both equally often there.
+
     With ``variables`` it reads other values: a target network, an average of earlier
     weights.
 
@@ -122,14 +115,6 @@ def mirror(
             are read as they are. It may also be the name of a collection, a bound
             module, or a function of the module's own values. A block around the view
             rewrites the module's own variables, and not these values.
-        rngs: which random numbers a call draws:
-
-            * ``'same'``: the n-th call of a view draws what the n-th call of the
-              module does, such as the same dropout masks, in whichever order they come.
-              All views of a module are counted together. The module draws what it
-              draws without a view. Flax traces the body of ``nn.scan`` twice and goes
-              on counting, so call module and view equally often there;
-            * ``'fresh'``: new ones, as another call of the module would.
         state: what happens to batch statistics and other state, as in ``nn.Frozen``.
             ``'hold'`` by default: only the module itself updates them, and its cache.
             Each call reads the values given as ``variables`` as they were given, even
@@ -148,7 +133,7 @@ def mirror(
         StructureError: at a read, if a value is missing or does not fit.
         UnusedFilterError: at the end of a call, if a value belongs to no variable, or a
             part of ``where`` matches none.
-        ArgumentValueError: for another ``rngs`` or ``state``.
+        ArgumentValueError: for another ``state``.
 
     Note:
         A view that is made in the body of ``nn.jit`` draws dropout masks of its own:
@@ -182,7 +167,6 @@ def mirror(
         state=state,
         unused=unused,
         values=values,
-        rngs=rngs,
     )
 
 
@@ -201,14 +185,13 @@ _OF_VIEWS: Any = object()
 
 
 @contextlib.contextmanager
-def _handle_rngs(module: Module, choice: str) -> Generator[None]:
-    """Lets a bound module draw as the choice says, in the body."""
+def _drawing_apart(module: Module) -> Generator[None]:
+    """Lets the n-th call of a view draw what the n-th call of the module does."""
     with contextlib.ExitStack() as stack:
-        if choice == SAME:
-            for scope in modules.own_scopes(module):
-                # Initializers draw other numbers for each parameter, in views too.
-                shared = 'params' if scope.get_flag('initializing', False) else None
-                stack.enter_context(_counted_apart(scope.rng_counters, shared))
+        for scope in modules.own_scopes(module):
+            # Initializers draw other numbers for each parameter, in views too.
+            shared = 'params' if scope.get_flag('initializing', False) else None
+            stack.enter_context(_counted_apart(scope.rng_counters, shared))
         yield
 
 

@@ -39,7 +39,7 @@ class Asked(NamedTuple):
         return any(map(filters.is_meant, self.decisions))
 
     @property
-    def rows(self) -> list[tuple[Path, Any, Any]]:
+    def decided(self) -> list[tuple[Path, Any, Any]]:
         """For each array the path, the decision, and the array."""
         return [*zip(self.paths, self.decisions, self.leaf.arrays, strict=False)]
 

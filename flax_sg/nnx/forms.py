@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from flax import nnx
 
 from flax_sg import filters
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.filters import Where
-from flax_sg.internals.types import Array, Kind, PyTree, Scalar
+from flax_sg.internals.types import Kind, PyTree
 from flax_sg.nnx.asking import parameters
 from flax_sg.nnx.values import other_values
 from flax_sg.nnx.views import view
-from flax_sg.rules import cotangent_rewrites, value_rewrites
+from flax_sg.rules import cotangent_rewrites, rules, value_rewrites
 from flax_sg.trees.leaves import ABSENT, Absent
 from flax_sg.trees.nnx_walks import Walk
 
 M = TypeVar('M')
+P = ParamSpec('P')
 
 
-def stop_gradient(
-    model: M,
-    where: Where,
-    *,
-    kind: Kind = parameters,
-    unused: str = 'raise',
-    levels: int | None = None,
-) -> M:
+class _TakesModel(Protocol[P]):
+    """A function ``make(where)`` that is called as ``make(model, where)``."""
+
+    @overload
+    def __call__(self, model: M, *args: P.args, **kwargs: P.kwargs) -> M: ...
+    @overload  # A keyword of ours beside those of ``make`` leaves these unchecked.
+    def __call__(self, model: M, *args: Any, kind: Kind, **kwargs: Any) -> M: ...
+
+
+def _takes_model(
+    make: Callable[P, rules.Rewrite], side: str = ''
+) -> Callable[[Callable[[], None]], _TakesModel[P]]:
+    """Makes views of rewrites: the model comes first, and ``kind`` is a keyword.
+
+    Args:
+        make: a function that returns a rewrite. Models have no ``collections``.
+        side: what a filter has to name, if it is known to name one side.
+    """
+    name = getattr(make, '__name__', '')
+    signature = inspect.signature(make)
+    model = inspect.Parameter('model', inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kind = inspect.Parameter('kind', inspect.Parameter.KEYWORD_ONLY, default=parameters)
+    own = [
+        kind if keyword == 'collections' else parameter
+        for keyword, parameter in signature.parameters.items()
+    ]
+    signature = signature.replace(parameters=[model, *own], return_annotation='M')
+
+    def decorate(documented: Callable[[], None]) -> Any:
+        @functools.wraps(documented)
+        def view_of(
+            model: Any, *args: Any, kind: Kind = parameters, **kwargs: Any
+        ) -> Any:
+            given = signature.bind(model, *args, kind=kind, **kwargs)
+            if side:
+                where = filters.as_filter(given.arguments['where'])
+                filters.named(where, side, f'nnx.{name}(model, {{}})')
+            return view(Walk(model), make(*args, **kwargs), kind, name)
+
+        vars(view_of)['__signature__'] = signature
+        return view_of
+
+    return decorate
+
+
+@_takes_model(value_rewrites.stop_gradient, 'frozen')
+def stop_gradient() -> None:
     """Returns a view of an NNX model in which the selected Variables get no gradient.
 
     ``where`` names what is **stopped**.
@@ -95,14 +137,10 @@ def stop_gradient(
         is a view that a module keeps in an attribute. The idea is that of google/flax
         issue #1857; ``nnx.DiffState`` chooses for a whole call.
     """
-    filters.named(filters.as_filter(where), 'frozen', 'nnx.stop_gradient(model, {})')
-    rewrite = value_rewrites.stop_gradient(where, unused=unused, levels=levels)
-    return view(Walk(model), rewrite, kind)
 
 
-def train_only(
-    model: M, where: Where, *, kind: Kind = parameters, unused: str = 'raise'
-) -> M:
+@_takes_model(value_rewrites.train_only, 'trained')
+def train_only() -> None:
     """Returns a view of an NNX model in which only the selected Variables are trained.
 
     ``where`` names what is **trained**.
@@ -127,9 +165,6 @@ def train_only(
     Returns:
         As ``stop_gradient``.
     """
-    filters.named(filters.as_filter(where), 'trained', 'nnx.train_only(model, {})')
-    rewrite = value_rewrites.train_only(where, unused=unused)
-    return view(Walk(model), rewrite, kind, 'train_only')
 
 
 def substitute(
@@ -180,14 +215,8 @@ def substitute(
     return view(walk, rewrite, kind)
 
 
-def map_cotangent(
-    model: M,
-    where: Where,
-    fn: Callable[..., Array],
-    *values: Array,
-    kind: Kind = parameters,
-    unused: str = 'raise',
-) -> M:
+@_takes_model(cotangent_rewrites.map_cotangent)
+def map_cotangent() -> None:
     """Returns a view whose gradients go through a function, for each Variable once.
 
     The cotangents of all reads through one view are summed before the function.
@@ -215,18 +244,10 @@ def map_cotangent(
     Raises:
         CotangentError: in the backward pass, if ``fn`` changes the shape or the dtype.
     """
-    rewrite = cotangent_rewrites.map_cotangent(where, fn, *values, unused=unused)
-    return view(Walk(model), rewrite, kind)
 
 
-def scale_gradient(
-    model: M,
-    where: Where,
-    factor: Scalar,
-    *,
-    kind: Kind = parameters,
-    unused: str = 'raise',
-) -> M:
+@_takes_model(cotangent_rewrites.scale_gradient)
+def scale_gradient() -> None:
     """Returns a view whose gradients are multiplied by a number.
 
     >>> import jax.numpy as jnp
@@ -247,18 +268,10 @@ def scale_gradient(
     Returns:
         As ``stop_gradient``.
     """
-    rewrite = cotangent_rewrites.scale_gradient(where, factor, unused=unused)
-    return view(Walk(model), rewrite, kind)
 
 
-def reverse_gradient(
-    model: M,
-    where: Where,
-    factor: Scalar = 1.0,
-    *,
-    kind: Kind = parameters,
-    unused: str = 'raise',
-) -> M:
+@_takes_model(cotangent_rewrites.reverse_gradient)
+def reverse_gradient() -> None:
     """Returns a view whose gradients have the opposite sign.
 
     >>> import jax.numpy as jnp
@@ -280,20 +293,10 @@ def reverse_gradient(
     Returns:
         As ``stop_gradient``.
     """
-    rewrite = cotangent_rewrites.reverse_gradient(where, factor, unused=unused)
-    return view(Walk(model), rewrite, kind)
 
 
-def clip_gradient(
-    model: M,
-    where: Where,
-    *,
-    value: Scalar | None = None,
-    norm: Scalar | None = None,
-    global_norm: Scalar | None = None,
-    kind: Kind = parameters,
-    unused: str = 'raise',
-) -> M:
+@_takes_model(cotangent_rewrites.clip_gradient)
+def clip_gradient() -> None:
     """Returns a view whose gradients are clipped.
 
     >>> import jax.numpy as jnp
@@ -307,30 +310,25 @@ def clip_gradient(
     Args:
         model: as in ``stop_gradient``.
         where: the Variables whose gradients are clipped.
-        value: the largest number of a gradient.
+        value: the largest absolute value of each element.
         norm: the largest norm of the gradient of each Variable.
-        global_norm: the largest norm of all of them together. Exactly one of the three,
-            as in ``flax_sg.linen.clip_gradient``.
+        global_norm: the largest norm of all of them together. Give one of the three, a
+            number from 0 on, traced or not.
         kind: as in ``stop_gradient``.
         unused: as in ``stop_gradient``.
 
     Returns:
         As ``stop_gradient``.
+
+    Raises:
+        ArgumentValueError: for several bounds or none, one that is an array, or one
+            below 0.
+        ArgumentTypeError: for a bound that is no number.
     """
-    rewrite = cotangent_rewrites.clip_gradient(
-        where, value=value, norm=norm, global_norm=global_norm, unused=unused
-    )
-    return view(Walk(model), rewrite, kind)
 
 
-def replace_cotangent(
-    model: M,
-    where: Where,
-    value: Array,
-    *,
-    kind: Kind = parameters,
-    unused: str = 'raise',
-) -> M:
+@_takes_model(cotangent_rewrites.replace_cotangent)
+def replace_cotangent() -> None:
     """Returns a view whose gradients are a given value.
 
     >>> import jax.numpy as jnp
@@ -351,17 +349,10 @@ def replace_cotangent(
     Returns:
         As ``stop_gradient``.
     """
-    rewrite = cotangent_rewrites.replace_cotangent(where, value, unused=unused)
-    return view(Walk(model), rewrite, kind)
 
 
-def print_cotangent(
-    model: M,
-    where: Where,
-    *,
-    kind: Kind = parameters,
-    unused: str = 'raise',
-) -> M:
+@_takes_model(cotangent_rewrites.print_cotangent)
+def print_cotangent() -> None:
     """Returns a view that prints gradients in each backward pass.
 
     >>> import jax, jax.numpy as jnp
@@ -381,5 +372,3 @@ def print_cotangent(
     Returns:
         As ``stop_gradient``.
     """
-    rewrite = cotangent_rewrites.print_cotangent(where, unused=unused)
-    return view(Walk(model), rewrite, kind)

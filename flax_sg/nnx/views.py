@@ -57,17 +57,17 @@ def view(walk: Walk, rewrite: rules.Rewrite, kind: Kind, name: str = '') -> Mode
                 f'{str(path)!r} is a mutable array of JAX, which nnx.grad does not '
                 'differentiate.\nMake the Variable without hijax=True and ref=True.'
             )
-    rows = [row for each in chosen for row in each.rows]
+    decided = [one for each in chosen for one in each.decided]
     if isinstance(rewrite.rule, substitutes.FromTree):
         values = itertools.chain(
             *(_replacements(rewrite.rule, leaf) for leaf, *_ in chosen)
         )
         new = [
             filters.merged(decision, value, old, path)
-            for value, (path, decision, old) in zip(values, rows, strict=True)
+            for value, (path, decision, old) in zip(values, decided, strict=True)
         ]
     else:
-        new = rewritten(rewrite, rows)
+        new = rewritten(rewrite, decided)
     arrays, changed = iter(new), dict[Leaf, Any]()
     for leaf, *_ in chosen:
         own = [*itertools.islice(arrays, len(leaf.arrays))]

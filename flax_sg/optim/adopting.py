@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, raised_by, wrong_argument
+from flax_sg.errors.texts import brief, listed, raised_by, wrong_argument
 from flax_sg.internals.places import Place, warn_once
 from flax_sg.internals.types import Decision, Leaf, PyTree, Transformation
 from flax_sg.optim.belonging import check_transformation
@@ -27,16 +27,12 @@ from flax_sg.optim.owners import (
     Owner,
     is_of_one_selection,
     owners_of,
+    remembers,
     values_of,
-    vectors_of,
 )
 from flax_sg.optim.selections import Names, Selection
-from flax_sg.trees.leaves import (
-    is_differentiable,
-    is_number,
-    shape_of,
-)
-from flax_sg.trees.rows import Choice, is_cut, mask_of, shape_of_part, whole_of
+from flax_sg.trees.leaves import is_number, shape_of
+from flax_sg.trees.rows import Rows, is_cut, mask_of, shape_of_part, whole_of
 
 
 def adopt(
@@ -102,7 +98,6 @@ def adopt(
             _check_rows(owners, pairs)
         if old_owners is None and report is None:  # A report names them.
             _warn_of_rows(owners, pairs, old_values)
-    vectors = vectors_of(tx, leaves, pairs, owners)
     outcomes: dict[Names, tuple[Any, str]] = {}
     # For each part of the state what became of the moments in it.
     moments: dict[Names, set[str]] = {}
@@ -111,23 +106,25 @@ def adopt(
         candidates = [
             (old_values[names], None if old_owners is None else old_owners[names])
             for old_values, old_owners in zip(values, owners_before, strict=True)
-            if names in old_values and 'hyperparams' not in owner.pattern
+            if names in old_values and not owner.is_hyperparameter
         ]
-        is_own = (
-            owner.owns(initial)
-            and filters.is_meant(owner.trained)
-            and not is_of_one_selection(initial)
-        )
-        if is_own:
+        if filters.is_meant(owner.trained):
             outcomes[names] = _of_one(initial, candidates, owner)
         else:
-            outcomes[names] = _of_all(initial, candidates, owner, names in vectors)
-        if owner.owns(initial) or names in vectors:
+            outcomes[names] = _of_all(initial, candidates, owner)
+        if owner.parameter >= 0 or not owner.is_known:
             moments.setdefault(owner.part, set()).add(outcomes[names][1])
     for names, initial in pairs:
         if moments.get(owners[names].part) == {'fresh'}:
             outcomes[names] = initial, 'fresh'  # A count is as old as its moments.
-    if report is not None:
+    if report is None:
+        _warn_of_unknown(
+            owners[names].name
+            for names, initial in pairs
+            if not owners[names].is_known and outcomes[names][1] == 'fresh'
+            if shape_of(initial) != () and any(names in each for each in values)
+        )
+    else:
         report(_lists(owners, outcomes, itertools.chain(*values)))
     carried = [outcomes[names][0] for names, _ in pairs]
     return jax.tree.structure(new, is_leaf=is_of_one_selection).unflatten(carried)
@@ -186,32 +183,26 @@ Candidate: TypeAlias = tuple[Leaf, Owner | None]
 
 
 def _of_all(
-    initial: Leaf, candidates: Sequence[Candidate], owner: Owner, is_vector: bool
+    initial: Leaf, candidates: Sequence[Candidate], owner: Owner
 ) -> tuple[Any, str]:
     """A value that belongs to all parameters, and whether it is carried."""
     for value, old_owner in candidates:
         if _type(value) != _type(initial):
             continue
-        if old_owner is None:  # The structure alone tells that the value is carried.
-            fits = not is_vector
-        elif _is_same_selection(old_owner.selection, owner.selection):
-            fits = True
+        owners = [owner] if old_owner is None else [owner, old_owner]
+        selections = [each.selection for each in owners]
+        parts = itertools.chain(*(each.trained for each in selections))
+        if is_of_one_selection(initial):
+            # Its structure tells which parameters it is of, and not which elements.
+            are_whole = all(isinstance(part, bool) for part in parts)
+            may_be_of_other = old_owner is not None or not are_whole
+        elif remembers(initial) and any(isinstance(part, Rows) for part in parts):
+            may_be_of_other = True  # It may have a number for each trained row.
         else:
-            fits = not (
-                is_vector
-                or is_of_one_selection(initial)
-                or _may_have_rows(initial, old_owner.selection, owner.selection)
-            )
-        if fits:
+            may_be_of_other = not owner.is_known
+        if not may_be_of_other or (old_owner and _is_same_selection(*selections)):
             return value, 'carried'
     return initial, 'fresh'
-
-
-def _may_have_rows(value: Leaf, *selections: Selection) -> bool:
-    """Whether an array of all parameters may have a number for each trained row."""
-    parts = itertools.chain(*(selection.trained for selection in selections))
-    is_array = shape_of(value) != () and is_differentiable(value)
-    return is_array and any(isinstance(part, Choice) for part in parts)
 
 
 def _is_same_selection(old: Selection, new: Selection) -> bool:
@@ -248,7 +239,7 @@ def _of_one(
         ):
             pair = whole_of(old_trained, value, shape), whole_of(trained, out, shape)
             out = jnp.where(is_trained & has_state, *pair)
-            out = trained.cut(out, len(shape)) if isinstance(trained, Choice) else out
+            out = trained.cut(out, len(shape)) if isinstance(trained, Rows) else out
             is_carried = is_carried | has_state
     if not (is_carried & is_trained).any():
         return initial, 'fresh'
@@ -258,7 +249,7 @@ def _of_one(
 def _check_rows(owners: Mapping[Names, Owner], pairs: Sequence[Any]) -> None:
     """Raises if the new state is of rows: an old one does not tell which it has."""
     for names, _ in pairs:
-        if isinstance(owners[names].trained, Choice):
+        if isinstance(owners[names].trained, Rows):
             raise errors.StructureError(
                 f'sg.adopt: rows of {owners[names].name!r} are frozen in the new '
                 'state.\n'
@@ -285,6 +276,20 @@ def _warn_of_rows(
                 Place.here(),
                 UserWarning,
             )
+
+
+def _warn_of_unknown(places: Iterable[str]) -> None:
+    """Warns of moments that begin anew, as optax does not tell whose they are."""
+    if names := [*places]:
+        warn_once(
+            f'sg.adopt: {listed(names)} in the state begins anew.\n'
+            'optax.tree_map_params does not tell to which parameters that belongs.\n'
+            'With the same parameters trained, it is carried if you give the '
+            'transformation that made the state: sg.adopt(tx, params, state, '
+            'old=old_tx).',
+            Place.here(),
+            UserWarning,
+        )
 
 
 def _type(value: Leaf) -> Any:

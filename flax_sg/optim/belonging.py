@@ -9,15 +9,15 @@ records: there the names of the fields count, and those of the trees of moments.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
 from flax_sg import errors
 from flax_sg.internals.types import PyTree
-from flax_sg.optim.owners import Owner, is_of_one_selection
+from flax_sg.optim.owners import Owner, is_of_one_selection, remembers
 from flax_sg.optim.selections import Names, names_of
-from flax_sg.trees.leaves import is_differentiable, shape_of
+from flax_sg.trees.leaves import is_differentiable
 
 # The values of a state, by their names.
 Values: TypeAlias = Mapping[Names, Any]
@@ -39,7 +39,7 @@ def check_transformation(
         new_values: the values of ``new``, by their names.
         old_values: the values of ``state``.
     """
-    trees = {*_trees(owners, new_values), *_trees(owners, old_values)}
+    trees = {owner.tree for owner in owners.values() if owner.tree is not None}
     # Records in these trees are parameters, which may have another class now.
     new_records, old_records = (
         {place: name for place, name in _records(each) if not _is_in(place, trees)}
@@ -49,14 +49,14 @@ def check_transformation(
         if new_values and _is_hole(state):
             raise _other_fields(owners, new_values, old_values)
         return  # All may be frozen. Plain dicts without values tell no more.
-    places = (
-        _places(owners, new_values, old_values, new_records, old_records)
-        if old_records
-        else ()
-    )
-    for place in sorted(places, key=lambda place: (place not in old_records, place)):
-        if new_records.get(place) != old_records.get(place):
-            raise _other_record(place, new_records.get(place), old_records.get(place))
+    if old_records:
+        places = _places(owners, new_values, old_values, new_records, old_records)
+        for place in sorted(
+            places, key=lambda place: (place not in old_records, place)
+        ):
+            found, wanted = old_records.get(place), new_records.get(place)
+            if found != wanted:
+                raise _other_record(place, wanted, found)
     both = new_records.keys() & old_records.keys()
     new_fields, old_fields = (
         _fields(owners, [names for names in values if not _is_in(names, both)])
@@ -64,15 +64,17 @@ def check_transformation(
     )
     common = new_fields.keys() & old_fields.keys()
     is_other = bool(new_fields and old_fields and not common)
-    is_other |= not all(new_fields[part].fits(old_fields[part]) for part in common)
-    # An array of one state is a tree in the other: optax.flatten makes one of a tree.
-    is_other |= any(owners[names].parameter < 0 for names in trees & owners.keys())
-    recognized = [
-        names
-        for names in old_values
-        if owners[names].parameter >= 0 or names in new_values
-    ]
-    if is_other or (new_values and old_values and not recognized):
+    is_other |= any(
+        not _fit(new_fields[part], old_fields[part], trees) for part in common
+    )
+    is_other |= any(
+        _is_foreign(owner, new_values, old_values, old_records)
+        for owner in owners.values()
+    )
+    is_recognized = any(
+        owners[names].parameter >= 0 or names in new_values for names in old_values
+    )
+    if is_other or (new_values and old_values and not is_recognized):
         raise _other_fields(owners, new_values, old_values)
 
 
@@ -81,12 +83,22 @@ def _is_hole(state: PyTree) -> bool:
     return state is None or (isinstance(state, dict) and not state)
 
 
-def _trees(owners: Mapping[Names, Owner], values: Iterable[Names]) -> Iterator[Names]:
-    """The places of the trees that are like the parameters."""
-    for names in values:
-        pattern = owners[names].pattern
-        if owners[names].parameter >= 0 and (end := pattern.index('*')):
-            yield pattern[:end]
+def _is_foreign(
+    owner: Owner, new_values: Values, old_values: Values, records: Collection[Names]
+) -> bool:
+    """Whether a value of no parameter is where the other state has something else."""
+    place = owner.place
+    above = {place[:n] for n in range(len(place))}
+    is_inside = any(is_of_one_selection(new_values.get(top)) for top in above)
+    if owner.parameter >= 0 or is_inside:  # What is inside begins anew.
+        return False
+    # An array of one state is a tree in the other: optax.flatten makes one of a tree.
+    if place == owner.tree or above & (new_values.keys() | old_values.keys()):
+        return True
+    # Other records differ; plain dicts have none.
+    is_extra = owner.is_known and not (place in new_values or _is_in(place, records))
+    is_memory = is_differentiable(old_values.get(place)) and not owner.is_hyperparameter
+    return is_extra and is_memory
 
 
 def _places(
@@ -108,16 +120,10 @@ def _places(
         moments = [
             names
             for names, value in values.items()
-            if owners[names].parameter >= 0 or _remembers(value)
+            if owners[names].parameter >= 0 or remembers(value)
         ]
         places |= _outer(moments, records)
     return places
-
-
-def _remembers(value: object) -> bool:
-    """Whether a value of all parameters is more than a count, or a random key."""
-    is_array = shape_of(value) != () and is_differentiable(value)
-    return is_array or is_of_one_selection(value)
 
 
 def _outer(values: Iterable[Names], places: Iterable[Names]) -> set[Names]:
@@ -130,38 +136,29 @@ def _is_in(names: Names, places: Collection[Names]) -> bool:
     return any(names[:n] in places for n in range(len(names) + 1))
 
 
-class _Fields(NamedTuple):
-    """The fields of a part of a state.
-
-    Attributes:
-        shared: the names of values that belong to no parameter.
-        trees: the places of the trees that are like the parameters.
-    """
-
-    shared: set[Names]
-    trees: set[Names]
-
-    def fits(self, other: _Fields) -> bool:
-        """Whether other fields are of the same part, whatever is frozen in either.
-
-        A tree of which all is frozen has no values.
-        """
-        same = self.trees == other.trees or not (self.trees and other.trees)
-        return same and self.shared == other.shared
-
-
 def _fields(
     owners: Mapping[Names, Owner], values: Iterable[Names]
-) -> dict[Names, _Fields]:
-    """The fields of each part of a state, without hyperparameters: these are new."""
-    parts: dict[Names, _Fields] = {}
+) -> dict[Names, set[Names]]:
+    """The fields of each part of a state, without hyperparameters: these are new.
+
+    A field is a tree that is like the parameters, or a value of none.
+    """
+    parts: dict[Names, set[Names]] = {}
     for names in values:
         owner = owners[names]
-        if 'hyperparams' not in owner.pattern:
-            fields = parts.setdefault(owner.part, _Fields(set(), set()))
-            fields.trees.update(_trees(owners, [names]))
-            fields.shared.update([names] if owner.parameter < 0 else [])
+        if not owner.is_hyperparameter:
+            field = names if owner.tree is None else owner.tree
+            parts.setdefault(owner.part, set()).add(field)
     return parts
+
+
+def _fit(new: set[Names], old: set[Names], trees: set[Names]) -> bool:
+    """Whether two sets of fields are of the same part, whatever is frozen in either.
+
+    A tree of which all is frozen has no values.
+    """
+    same = new & trees == old & trees or not (new & trees and old & trees)
+    return same and new - trees == old - trees
 
 
 def _records(state: PyTree, top: Names = ()) -> Iterator[tuple[Names, str]]:
@@ -194,7 +191,7 @@ def _other_fields(
     owners: Mapping[Names, Owner], new_values: Values, old_values: Values
 ) -> errors.StructureError:
     new_names, old_names = (
-        {'/'.join(owners[names].pattern) for names in values}
+        {_shown(owners[names]) for names in values}
         for values in (new_values, old_values)
     )
     actual = repr(min(old_names - new_names or old_names)) if old_names else 'nothing'
@@ -203,6 +200,10 @@ def _other_fields(
         f'sg.adopt: the state has {actual}, where the new state has {expected}.\n'
         f'{_ADVICE}'
     )
+
+
+def _shown(owner: Owner) -> str:
+    return '/'.join(owner.place if owner.tree is None else (*owner.tree, '*'))
 
 
 _ADVICE = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -28,7 +29,7 @@ from flax_sg.optim.selections import (
     marks,
     names_of,
     rows_are_cut,
-    selections,
+    structure_of,
 )
 from flax_sg.trees.leaves import (
     ABSENT,
@@ -38,7 +39,7 @@ from flax_sg.trees.leaves import (
     is_whole,
 )
 from flax_sg.trees.matching import gradient_of_each, other_shape
-from flax_sg.trees.rows import Choice, choice_of
+from flax_sg.trees.rows import Rows, rows_of
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -75,7 +76,7 @@ class Freeze:
             if is_of_rows and rows_are_cut():
                 raise _rows_in_rows(path)
         return leaves, [
-            choice_of(part, leaf, path) or part
+            rows_of(part, leaf, path) or part
             for part, (path, leaf) in zip(parts, leaves, strict=True)
         ]
 
@@ -136,11 +137,12 @@ class Freeze:
         self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
     ) -> tuple[Any, Any]:
         """Updates in the form of the parameters; without these, of the gradients."""
-        for name in ('value_fn', 'grad_fn', 'obj_fn'):
+        for name in ('value_fn', 'grad_fn', 'obj_fn'):  # For optax's line searches.
             if name in extra:
                 raise _of_all_parameters(name, extra)
         leaves, trained = self._parameters(updates if params is None else params)
         self._warn_of_conditions(leaves, trained)
+        parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
         with inside(trained):
             shown = pruned(leaves, trained)
             grads = leaves.values
@@ -148,36 +150,16 @@ class Freeze:
                 # Parameters that a freeze in ``tx`` drops may lack a gradient.
                 spared = functools.cache(lambda: _frozen_in(self.tx, shown))
                 grads = gradient_of_each(leaves, updates, trained, spared)
+            seen = leaves.treedef.unflatten(map(_seen, parameters, grads))
             inner_params = None if params is None else shown
             extra = {k: _of_trained(v, leaves, trained) for k, v in extra.items()}
-            try:
-                updates, after = self._step(
-                    leaves, trained, grads, state, inner_params, extra
-                )
-            except (ValueError, TypeError, KeyError) as error:
-                is_of_all = False in trained and _is_of_all(self.tx, state, leaves)
-                if not is_of_all and _may_be_of(self.tx, state, shown):
-                    raise
-                raise _foreign(leaves, trained, is_of_all) from error
+            with _foreign_states_named(self.tx, leaves, trained, shown, state):
+                updates, after = self.tx.update(seen, state, inner_params, **extra)
+                new = leaves.treedef.flatten_up_to(updates)
+                out = leaves.restore(map(_update, parameters, new))
             if _is_broadcast(self.tx, trained, shown, state, after):
                 raise _foreign(leaves, trained)
-            return updates, self._paused(leaves, trained, shown, state, after)
-
-    def _step(
-        self,
-        leaves: Leaves,
-        trained: Sequence[Decision],
-        gradients: Sequence[Any],
-        state: PyTree,
-        inner_params: PyTree,
-        extra: Mapping[str, Any],
-    ) -> tuple[Any, Any]:
-        """A step of ``tx`` on what is trained: the updates of all, and its state."""
-        parameters = [*zip(trained, leaves.paths, leaves.values, strict=True)]
-        seen = leaves.treedef.unflatten(map(_seen, parameters, gradients))
-        of_trained, after = self.tx.update(seen, state, inner_params, **extra)
-        out = map(_update, parameters, leaves.treedef.flatten_up_to(of_trained))
-        return leaves.restore(out), after
+            return out, self._paused(leaves, trained, shown, state, after)
 
     def _paused(
         self,
@@ -291,7 +273,7 @@ def pruned(
     values = leaves.values if values is None else values
     return leaves.treedef.unflatten(
         part.cut(leaf, np.ndim(leaves.values[n]))
-        if isinstance(part, Choice)
+        if isinstance(part, Rows)
         else ABSENT
         if part is False
         else leaf
@@ -325,12 +307,12 @@ def _seen(parameter: _Parameter, gradient: Array) -> Array:
     part, path, leaf = parameter
     if part is not False and gradient is ABSENT:  # A freeze in ``tx`` drops it.
         gradient = jnp.zeros_like(leaf)
-    if not isinstance(part, (filters.Part, Choice)):
+    if not isinstance(part, (filters.Part, Rows)):
         return gradient if part else ABSENT
     own, shape = np.shape(leaf), np.shape(gradient)
     if shape[len(shape) - len(own) :] != own:
         raise other_shape('the gradient', path, leaf, gradient)
-    if isinstance(part, Choice):
+    if isinstance(part, Rows):
         return part.cut(gradient, len(own))
     return filters.merged(part, gradient, jnp.zeros_like(gradient), path, own)
 
@@ -340,7 +322,7 @@ def _update(parameter: _Parameter, update: Array) -> Array:
     part, path, leaf = parameter
     if part is False:
         return _no_update(leaf)
-    if isinstance(part, Choice):
+    if isinstance(part, Rows):
         return part.put(update, np.shape(leaf), -0.0)
     frozen = jnp.full_like(update, -0.0) if isinstance(part, filters.Part) else update
     return filters.merged(part, update, frozen, path, np.shape(leaf))
@@ -372,7 +354,7 @@ def _frozen_in(tx: Transformation, params: PyTree) -> set[Any]:
     """The places of the parameters that a freeze in a transformation leaves alone."""
     return {
         path.place
-        for selection in selections(tx, params).values()
+        for selection in structure_of(tx, params).freezes.values()
         for path, part in zip(selection.paths, selection.trained, strict=True)
         if part is False
     }
@@ -391,6 +373,24 @@ def _may_be_of(tx: Transformation, state: PyTree, params: PyTree) -> bool:
     if begun == now:
         return jax.tree.structure(initial) == jax.tree.structure(state)
     return begun.items() < now.items()
+
+
+@contextlib.contextmanager
+def _foreign_states_named(
+    tx: Transformation,
+    leaves: Leaves,
+    trained: Sequence[Decision],
+    shown: PyTree,
+    state: PyTree,
+) -> Generator[None]:
+    """Says of an error in the body if the state is that of another selection."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        is_of_all = False in trained and _is_of_all(tx, state, leaves)
+        if is_of_all or not _may_be_of(tx, state, shown):
+            raise _foreign(leaves, trained, is_of_all) from error
+        raise
 
 
 def _is_of_all(tx: Transformation, state: PyTree, leaves: Leaves) -> bool:
@@ -414,7 +414,7 @@ def _is_broadcast(
     A state may grow at the first update, as that of ``optax.monitor`` does. What the
     update brings to the shape that ``tx.init`` makes had another one before.
     """
-    if not any(isinstance(part, Choice) for part in trained):
+    if not any(isinstance(part, Rows) for part in trained):
         return False
     was, now = _shapes_of(state), _shapes_of(after)
     if was == now:
@@ -435,7 +435,7 @@ def _foreign(
 ) -> errors.StructureError:
     pairs = zip(leaves.paths, trained, strict=True)
     paths = [path for path, part in pairs if filters.is_meant(part)]
-    shown = ', '.join(map(repr, paths[:3])) + ', ...' * (len(paths) > 3) or 'nothing'
+    shown = listed([*map(repr, paths)]) or 'nothing'
     problem = f'the state does not belong to what sg.freeze trains: {shown}.\n'
     if any(isinstance(part, filters.Part) and part.is_conditional for part in trained):
         return errors.StructureError(

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_sg import filters
-from flax_sg.internals.types import Array, Leaf, PyTree, Transformation
-from flax_sg.optim.owners import Owner, owners_of, vectors_of
+from flax_sg import errors, filters
+from flax_sg.internals.types import Array, PyTree, Transformation
+from flax_sg.optim.owners import Owner, owners_of, remembers
 from flax_sg.optim.selections import Names, names_of
-from flax_sg.trees.leaf_types import is_differentiable
 from flax_sg.trees.leaves import Leaves
-from flax_sg.trees.rows import Choice
+from flax_sg.trees.rows import Rows
 
 
 def with_paused(
@@ -46,30 +45,28 @@ def with_paused(
     pairs, treedef = jax.tree_util.tree_flatten_with_path(after)
     values = [(names_of(keys), value) for keys, value in pairs]
     owners = owners_of(tx, leaves, [names for names, _ in values])
-    vectors = vectors_of(tx, leaves, values, owners)
     out: list[Any] = []
     for keys, new in pairs:
         owner, old_value = owners[names_of(keys)], old.get(keys)
         if old_value is None:  # The state has grown.
             out.append(new)
-        elif names_of(keys) in vectors:
-            out.append(jnp.where(_mask_of_vector(owner, trained), new, old_value))
+        elif not owner.is_known and remembers(new):
+            raise _unknown(owner.name)
         else:
-            part = trained.get(owner.names) if _is_moment(owner, new) else None
+            part = trained.get(owner.names) if owner.parameter >= 0 else None
             out.append(new if part is None else _paused(part, new, old_value, owner))
     return treedef.unflatten(out)
 
 
-def _is_moment(owner: Owner, value: Leaf) -> bool:
-    """Whether a value belongs to one parameter, and is no count.
-
-    The names do not always tell: ``optax.scale_by_schedule`` has a 'count', as a
-    parameter may be named, and each value is named as a parameter that is one array.
-    """
-    if owner.parameter < 0 or 'hyperparams' in owner.pattern:
-        return False
-    is_count = np.ndim(value) == 0 and not is_differentiable(value)
-    return not is_count and (owner.names != () or owner.owns(value))
+def _unknown(name: str) -> errors.StructureError:
+    return errors.StructureError(
+        f'sg.freeze: optax does not tell to which parameters {name!r} in the state '
+        'belongs.\n'
+        'The filter has a traced condition, or names elements: moments of what it '
+        'freezes would decay.\n'
+        'Leave out optax.flatten, and what else makes an array of all parameters; or '
+        "freeze whole parameters: sg.freeze(tx, 'backbone/**')."
+    )
 
 
 def _paused(part: filters.Part, new: Array, old: Array, owner: Owner) -> Array:
@@ -80,27 +77,10 @@ def _paused(part: filters.Part, new: Array, old: Array, owner: Owner) -> Array:
     """
     shape, rows = owner.shape, owner.trained
     mask = part.any_mask(shape, owner.name)
-    if isinstance(rows, Choice):  # A freeze in ``tx`` cut these rows.
+    if isinstance(rows, Rows):  # A freeze in ``tx`` cut these rows.
         mask = rows.cut(jnp.broadcast_to(mask, shape), len(shape))
         shape = mask.shape
     front = np.ndim(old) - len(shape)
     fits = front >= 0 and np.shape(old)[front:] == shape
     mask = jnp.broadcast_to(mask, np.shape(old)) if fits else jnp.any(mask)
     return jnp.where(mask, new, old)
-
-
-def _mask_of_vector(owner: Owner, trained: Mapping[Names, Any]) -> Array:
-    """Which elements are trained of the vector that ``optax.flatten`` made."""
-    selection = owner.selection
-    rows = zip(selection.names, selection.shapes, selection.trained, strict=True)
-    masks = [
-        jnp.broadcast_to(
-            trained[names].any_mask(shape, '/'.join(names))
-            if names in trained
-            else True,
-            shape,
-        ).reshape(-1)
-        for names, shape, is_seen in rows
-        if is_seen
-    ]
-    return jnp.concatenate(masks)

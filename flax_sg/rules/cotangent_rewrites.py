@@ -207,13 +207,14 @@ def clip_gradient(
 
     Args:
         where: the parameters, as for ``map_cotangent``.
-        value: the largest absolute value of each number; of a complex one, of its two
-            parts.
-        norm: the largest Euclidean norm of each leaf.
+        value: the largest absolute value of each element of a gradient; of a complex
+            one, of its two parts.
+        norm: the largest Euclidean norm of the gradient of each leaf.
         global_norm: the largest Euclidean norm of all selected leaves together, as in
             ``optax.clip_by_global_norm``. Selected leaves count whether they are read
             or not, if the tree holds them when the first one is read and something
-            differentiates them. Norms are computed with at least 32 bits.
+            differentiates them. Norms are computed with at least 32 bits. Exactly one
+            of the three bounds is given: one number from 0 on, traced or not.
         collections: as for ``map_cotangent``.
         unused: as for ``map_cotangent``.
 
@@ -221,10 +222,11 @@ def clip_gradient(
         As ``map_cotangent``.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: unless exactly one bound is given, one
-            number, not below 0.
-        BlockError: for ``global_norm``, if the block was opened in the body of a lifted
-            transform, such as ``nn.scan`` or ``nn.remat``.
+        ArgumentValueError: for several bounds or none, one that is an array, or one
+            below 0.
+        ArgumentTypeError: for a bound that is no number.
+        BlockError: at a read, for ``global_norm``, if the block was opened in the body
+            of a lifted transform, such as ``nn.scan`` or ``nn.remat``.
     """
     bounds = {'value': value, 'norm': norm, 'global_norm': global_norm}
     chosen = {name: bound for name, bound in bounds.items() if bound is not None}

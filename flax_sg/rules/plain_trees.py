@@ -70,28 +70,28 @@ def rewrite(tree: PyTree, rewrite: rules.Rewrite) -> PyTree:
     ]
     paths = [path for _, path in looked_at]
     [decisions] = selected([paths], rewrite.where, rewrite.unused)
-    rows = [
+    decided = [
         (path, decision, values[i])
         for (i, path), decision in zip(looked_at, decisions, strict=True)
     ]
-    for (i, _), leaf in zip(looked_at, rewritten(rewrite, rows), strict=True):
+    for (i, _), leaf in zip(looked_at, rewritten(rewrite, decided), strict=True):
         values[i] = leaf
     return leaves.restore(values)
 
 
 def rewritten(
-    rewrite: rules.Rewrite, rows: Sequence[tuple[Path, Any, Any]]
+    rewrite: rules.Rewrite, decided: Sequence[tuple[Path, Any, Any]]
 ) -> list[Any]:
     """What a rule makes of some leaves.
 
     Args:
         rewrite: the rule.
-        rows: for each leaf its path, the filter's decision, and the leaf.
+        decided: for each leaf its path, the filter's decision, and the leaf.
     """
-    values, rule = [leaf for *_, leaf in rows], rewrite.rule
+    values, rule = [leaf for *_, leaf in decided], rewrite.rule
     # The leaves in a box share the path of their variable, and its norm.
     together: dict[tuple[str, Path], list[int]] = {}
-    for i, (path, decision, leaf) in enumerate(rows):
+    for i, (path, decision, leaf) in enumerate(decided):
         if decision is False or is_absent(leaf):
             continue
         if rule.acts_on != 'cotangents' or cotangents.has_to_act(rewrite, path, leaf):
@@ -99,12 +99,15 @@ def rewritten(
     # If a part of an array is selected, a rule on cotangents gets the part alone.
     cuts = rule.acts_on == 'cotangents'
     variables = [
-        (path, [filters.within(cuts and rows[i][1], values[i], path) for i in indices])
+        (
+            path,
+            [filters.within(cuts and decided[i][1], values[i], path) for i in indices],
+        )
         for (_, path), indices in together.items()
     ]
     for indices, new in zip(together.values(), rule.together(variables), strict=True):
         for i, leaf in zip(indices, new, strict=True):
-            path, decision, _ = rows[i]
+            path, decision, _ = decided[i]
             values[i] = filters.merged(decision, leaf, values[i], path)
     return values
 

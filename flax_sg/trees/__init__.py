@@ -184,7 +184,7 @@ def classified(
             [decisions] = selected([paths], filters.as_filter(where), unused)
             bools = whole(decisions, paths)
             for labels_of_path, is_meant in zip(labels, bools, strict=True):
-                labels_of_path.extend([label] * is_meant)
+                labels_of_path.extend([label] if is_meant else [])
         return labels, list(classify)
     if not callable(classify):
         raise errors.FilterTypeError(

@@ -73,8 +73,8 @@ class Leaves:
         )
         names_of_leaves = _names_of(self.tree)
         paths = [
-            path_of(*names, x)
-            for names, x in zip(names_of_leaves, self.values, strict=True)
+            path_of(names, inner, x)
+            for (names, inner), x in zip(names_of_leaves, self.values, strict=True)
         ]
         if self._tied is not None:
             walk = Walk(self._tied, path_of, ties_outside=False)
@@ -239,7 +239,7 @@ def selected(
     out = [[decide(where, path, matched) for path in tree] for tree in trees]
     if unused != 'ignore':
         paths = [path for tree in trees for path in tree]
-        any_selected = any(filters.is_meant(x) for row in out for x in row)
+        any_selected = any(filters.is_meant(x) for each in out for x in each)
         error = find_unused(where, matched, paths, None, any_selected)
         if error is not None:
             raise error

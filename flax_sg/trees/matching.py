@@ -45,11 +45,11 @@ def gradient_of_each(
     """
     tree, _ = each_once(tree)
     try:
-        rows = [*enumerate(leaves.treedef.flatten_up_to(tree))]
+        pairs = [*enumerate(leaves.treedef.flatten_up_to(tree))]
     except (ValueError, TypeError):
-        rows = _by_key_path(leaves, tree)
+        pairs = _by_key_path(leaves, tree)
     values: list[Any] = [ABSENT] * len(leaves.values)
-    for index, value in rows:
+    for index, value in pairs:
         values[index] = ABSENT if is_nothing(value) else value
     for path, need, value in zip(leaves.paths, needed, values, strict=True):
         if need is False:
@@ -78,11 +78,12 @@ def _by_key_path(leaves: Leaves, tree: PyTree) -> list[tuple[int, Any]]:
         tree, is_leaf=lambda node: is_whole(node) or is_nothing(node)
     )
     places = {keys: index for index, keys in enumerate(leaves.key_paths)}
-    rows = [(keys, value) for keys, value in pairs if not is_nothing(value)]
-    if any(keys not in places for keys, _ in rows):
-        names = 'the parameters', 'the gradient'
-        raise different_structures(*names, leaves, leaves_of(tree), pruned=True)
-    return [(places[keys], value) for keys, value in rows]
+    pairs = [(keys, value) for keys, value in pairs if not is_nothing(value)]
+    if any(keys not in places for keys, _ in pairs):
+        raise different_structures(
+            'the parameters', 'the gradient', leaves, leaves_of(tree), pruned=True
+        )
+    return [(places[keys], value) for keys, value in pairs]
 
 
 def is_nothing(node: object) -> bool:

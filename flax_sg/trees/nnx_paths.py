@@ -100,8 +100,8 @@ class Ways:
     @functools.cached_property
     def _below(self) -> dict[int, dict[Names, int]]:
         return {
-            node: {tuple(map(str, keys)): child for keys, child in rows}
-            for node, rows in self._inside.items()
+            node: {tuple(map(str, keys)): child for keys, child in children}
+            for node, children in self._inside.items()
         }
 
     def tell(self, path: Path, leaf: int, inner: int = 0) -> Path:

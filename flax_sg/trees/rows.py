@@ -23,7 +23,7 @@ from flax_sg.internals.types import Array, Decision, Scalar
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Rows:
     """Some indices of the first axis of an array, or of its first axes.
 
     Attributes:
@@ -68,7 +68,7 @@ class Choice:
     def put(self, rows: Array, shape: tuple[int, ...], rest: Scalar) -> Array:
         """An array of a shape, with these rows in it, and a number elsewhere.
 
-        >>> first = Choice(bytes([1, 0, 0]), (3,))
+        >>> first = Rows(bytes([1, 0, 0]), (3,))
         >>> first.put(jnp.ones((1, 2)), (3, 2), -0.0).tolist()
         [[1.0, 1.0], [-0.0, -0.0], [-0.0, -0.0]]
         """
@@ -76,13 +76,13 @@ class Choice:
         return jnp.full(shape, rest, rows.dtype).at[self.index].set(rows)
 
 
-def choice_of(decision: Decision, array: Array, path: str) -> Choice | None:
+def rows_of(decision: Decision, array: Array, path: str) -> Rows | None:
     r"""The rows that a filter means, if it means whole rows of an array by an index.
 
     >>> import flax_sg as sg
     >>> decision = sg.at(True, np.s_[1:3])(sg.Path('w'))
-    >>> choice_of(decision, jnp.ones((4, 2)), 'w')
-    Choice(mask=b'\x00\x01\x01\x00', sizes=(4,))
+    >>> rows_of(decision, jnp.ones((4, 2)), 'w')
+    Rows(mask=b'\x00\x01\x01\x00', sizes=(4,))
 
     Args:
         decision: what the filter says.
@@ -97,7 +97,7 @@ def choice_of(decision: Decision, array: Array, path: str) -> Choice | None:
     are_elements = 1 < axes == mask.ndim
     if mask.shape[:axes] != sizes or are_elements or not mask.any():
         return None
-    return Choice(mask.tobytes(), sizes)
+    return Rows(mask.tobytes(), sizes)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -107,20 +107,20 @@ class Rest:
 
     Attributes:
         array: the whole array.
-        choice: the elements that the other part has.
+        rows: the elements that the other part has.
     """
 
     array: Array
-    choice: Choice
+    rows: Rows
 
-    def tree_flatten(self) -> tuple[tuple[Any], Choice]:
-        """The array; the choice is a part of the structure."""
-        return (self.array,), self.choice
+    def tree_flatten(self) -> tuple[tuple[Any], Rows]:
+        """The array; which rows these are is a part of the structure."""
+        return (self.array,), self.rows
 
     @classmethod
-    def tree_unflatten(cls, choice: Choice, children: tuple[Any]) -> Rest:
+    def tree_unflatten(cls, rows: Rows, children: tuple[Any]) -> Rest:
         """A rest with another array."""
-        return cls(*children, choice)
+        return cls(*children, rows)
 
     def with_part(self, part: Array) -> Array:
         """The whole array, with the elements of the other part.
@@ -140,14 +140,14 @@ class Rest:
         ):
             part = np.asarray(part)
             out = array.astype(np.promote_types(array.dtype, part.dtype))
-            out[self.choice.index] = part
+            out[self.rows.index] = part
             return out
         array, part = jnp.asarray(array), jnp.asarray(part)
         dtype = jnp.promote_types(array.dtype, part.dtype)
-        return array.astype(dtype).at[self.choice.index].set(part.astype(dtype))
+        return array.astype(dtype).at[self.rows.index].set(part.astype(dtype))
 
     def __repr__(self) -> str:
-        count = np.size(self.array) - int(self.choice.chosen.sum())
+        count = np.size(self.array) - int(self.rows.chosen.sum())
         return f'<{count} of {np.size(self.array)} elements>'
 
 
@@ -168,15 +168,15 @@ def halves(decision: filters.Part, array: Array, path: str) -> tuple[Any, Rest]:
         path: where it is, for an error.
     """
     shape = np.shape(array)
-    choice = choice_of(decision, array, path)
-    if choice is None:
+    rows = rows_of(decision, array, path)
+    if rows is None:
         mask = np.broadcast_to(decision.mask(shape, path), shape)
-        choice = Choice(mask.tobytes(), shape)
-    return choice.cut(array, len(shape)), Rest(array, choice)
+        rows = Rows(mask.tobytes(), shape)
+    return rows.cut(array, len(shape)), Rest(array, rows)
 
 
-# The functions below are told what an optimizer trains of an array: by a bool, a
-# ``Choice`` of rows, or another ``Part``.
+# The functions below get what an optimizer trains of an array: a bool, ``Rows``, or
+# another ``Part``.
 
 
 def mask_of(trained: Decision, shape: tuple[int, ...], path: str) -> NDArray[np.bool_]:
@@ -186,20 +186,20 @@ def mask_of(trained: Decision, shape: tuple[int, ...], path: str) -> NDArray[np.
     """
     if isinstance(trained, filters.Part):
         trained = trained.is_conditional or trained.mask(shape, path)
-    chosen = trained.chosen if isinstance(trained, Choice) else np.array(trained, bool)
+    chosen = trained.chosen if isinstance(trained, Rows) else np.array(trained, bool)
     return chosen.reshape(chosen.shape + (1,) * (len(shape) - chosen.ndim))
 
 
 def shape_of_part(trained: Decision, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array as an optimizer sees it."""
-    if not isinstance(trained, Choice):
+    if not isinstance(trained, Rows):
         return shape
     return (sum(trained.mask), *shape[len(trained.sizes) :])
 
 
 def whole_of(trained: Decision, array: Array, shape: tuple[int, ...]) -> Array:
     """A value of an optimizer for an array, in the shape of the whole array."""
-    return trained.put(array, shape, 0) if isinstance(trained, Choice) else array
+    return trained.put(array, shape, 0) if isinstance(trained, Rows) else array
 
 
 def is_cut(part: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from flax_sg import errors, filters
-from flax_sg.errors.texts import brief, shown
+from flax_sg.errors.texts import brief, listed, shown
 from flax_sg.filters.paths import Path
 from flax_sg.internals.optional import is_of_nnx
 from flax_sg.internals.types import PyTree
@@ -190,7 +190,7 @@ def chosen(
     else:
         where = filters.as_filter(where)
         meant = selected([tree.paths for tree in trees], where, unused)
-        _check_differentiable([row for tree in trees for row in tree], where)
+        _check_differentiable([pair for tree in trees for pair in tree], where)
     return [
         [
             is_differentiable(leaf) and (overwritten(path) or decision)
@@ -210,7 +210,7 @@ def _check_differentiable(
 ) -> None:
     # A leaf that is absent may have had a gradient: its filter is no mistake.
     may_have = [is_absent(leaf) or is_differentiable(leaf) for _, leaf in leaves]
-    fixed = [row for row, may in zip(leaves, may_have, strict=True) if not may]
+    fixed = [pair for pair, may in zip(leaves, may_have, strict=True) if not may]
     for part in where.parts if isinstance(where, filters.Or) else (where,):
         meant = {path: leaf for path, leaf in fixed if filters.is_meant(part(path))}
         paths = (path for path, _ in itertools.compress(leaves, may_have))
@@ -224,8 +224,7 @@ def not_differentiable(
 ) -> errors.ArgumentTypeError:
     """The error for a filter that names only what cannot be differentiated."""
     texts = [f'{str(path)!r} ({shown(leaf)})' for path, leaf in leaves.items()]
-    first = ', '.join(texts[:3] + ['...'] * (len(texts) > 3))
     return errors.ArgumentTypeError(
-        f'{where!r} selects only what cannot be differentiated: {first}.\n'
+        f'{where!r} selects only what cannot be differentiated: {listed(texts)}.\n'
         'Select real or complex leaves; True selects those and no others.'
     )

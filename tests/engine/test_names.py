@@ -367,7 +367,7 @@ def test_forms_after_a_right_filter_for_another_model(form):
 def test_a_question_of_a_tree_that_is_no_more_has_no_answer():
     """Two blocks hold one number, and the tree that the first asked about is gone."""
     rewrite = rules.Rewrite(filters.as_filter('w'), rules.StopGradient())
-    around, tree = numbers.Number(), roots.Tree(0)
+    around, tree = numbers.TraceNumber(), roots.Tree(0)
 
     def opened():
         lease = numbers.Lease(around, numbers.Asker(rewrite, (), None), numbers.NONE)

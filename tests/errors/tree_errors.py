@@ -42,6 +42,12 @@ def paused(step: Any) -> None:
     sg.freeze(sgd, head & (step < 2)).update(PARAMS, state, PARAMS)
 
 
+def momentum_of(tx: Any) -> None:
+    """An update in which a traced condition freezes a parameter."""
+    tx = sg.freeze(tx, sg.where('a') & (jnp.ones(()) > 0))
+    tx.update(VECTORS, tx.init(VECTORS), VECTORS)
+
+
 def gradients(grads: Any) -> None:
     tx = sg.freeze(optax.sgd(0.1), 'head/w')
     tx.update(grads, tx.init(PARAMS), PARAMS)
@@ -94,6 +100,10 @@ CASES: dict[str, Any] = {
         VECTORS, adam.init(VECTORS), VECTORS
     ),
     'a state that lacks what a traced condition may train': lambda: jax.jit(paused)(0),
+    'moments of which optax does not tell whose they are': (
+        lambda: jax.jit(lambda: momentum_of(optax.flatten(optax.trace(0.9))))(),
+        lambda: jax.jit(lambda: momentum_of(optax.trace(0.9)))(),
+    ),
     'the state of another optimizer': lambda: sg.adopt(
         adam, PARAMS, optax.sgd(0.1, 0.9).init(PARAMS)
     ),

@@ -186,7 +186,6 @@ CASES: dict[str, Any] = {
         lambda: nn.Frozen(MODEL, 'kernel', 'b/**'),
         lambda: nn.Frozen(MODEL, ['kernel', 'b/**']),
     ),
-    'rngs': lambda: mirrored(rngs='other'),
     'an update of other variables': lambda: mirrored(
         variables=VARIABLES, state='update'
     ),

@@ -428,17 +428,6 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     ('params/head', NET, "Leave out the collection: 'head/**'."),
     ('params/encodr/**', NET, "Leave out the collection: 'encoder/**'."),
     ('head/.*', NET, "A str is a glob: write re.compile('head/.*')."),
-    (
-        'encoder|head',
-        NET,
-        "A str is a glob, and '|' has no meaning in it: write "
-        "re.compile('.*(encoder|head).*').",
-    ),
-    (
-        'head/kernel/value',
-        NET,
-        "No path ends in /value, the inside of a box or a Variable: 'head/kernel'.",
-    ),
     ('norm/mean', NET, 'Parameters alone are looked at: for running averages write'),
     ('head/(w|kernel)', NET, "A str is a glob: write re.compile('head/(w|kernel)')."),
     (('encoder', 'kernel'), NET, "Did you mean 'encoder/**'?"),
@@ -464,8 +453,7 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     ('head.kernel', NET, "Names are joined by '/': 'head/kernel'."),
     ('head.*', NET, "A str is a glob: write re.compile('head.*')."),
     ('head_0/**', NET, 'A pattern matches whole paths'),
-    ('!head/**', NET, "A glob has no '!': write ~sg.where('head/**')."),
-    ('!hed/**', NET, 'A pattern matches whole paths'),
+    ('!head/**', NET, 'A pattern matches whole paths'),
     # Nothing that is left names something, or it is no pattern.
     ('decodr_7/*/**', NET, 'A pattern matches whole paths'),
     ('(', NET, 'A pattern matches whole paths'),
@@ -562,23 +550,10 @@ def test_numbers_and_alternatives_in_braces(text, takes):
 STACK = {'layers': {'w': jnp.ones((3, 2)), 'b': jnp.ones(3)}, 'head': jnp.ones(2)}
 
 
-@pytest.mark.parametrize(
-    ('where', 'write'),
-    [
-        ('layers/0/**', "sg.at('layers/**', np.s_[0])"),
-        ('layers_2/w', "sg.at('layers/w', np.s_[2])"),
-        ('layers_1', "sg.at('layers/**', np.s_[1])"),
-        ('layers_{0..1}/**', "sg.at('layers/**', np.s_[0:2])"),
-        ('layers_{1..0}/**', "sg.at('layers/**', np.s_[0:2])"),
-        ('layers_3/**', 'A pattern matches whole paths'),  # There are three.
-        ('/layers/w', 'A pattern matches whole paths'),
-    ],
-)
-def test_a_layer_of_a_stack_is_told(where: str, write: str):
-    with pytest.raises(errors.UnusedFilterError) as info:
+@pytest.mark.parametrize('where', ['layers/0/**', 'layers_2/w', '/layers/w'])
+def test_one_layer_does_not_mean_the_stack(where: str):
+    with pytest.raises(errors.UnusedFilterError, match='A pattern matches whole paths'):
         sg.partition(STACK, where)
-    assert write in str(info.value)
-    assert "mean 'layers/**'" not in str(info.value)
 
 
 BRACES = [

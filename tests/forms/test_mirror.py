@@ -1,6 +1,5 @@
 """`nn.mirror`: the same parameters, or other values, seen through a stop."""
 
-import functools
 from typing import Any
 
 import jax
@@ -192,12 +191,10 @@ def test_a_mirror_looks_and_leaves_no_trace(how, lift, words) -> None:
         assert not is_zero(jax.tree.map(jnp.subtract, first, second))
 
 
-def test_choices_of_rngs_and_state() -> None:
+def test_choices_of_state() -> None:
     how = 'method'
     calls, three = run('mmm', how)
     one = run('m', how)[1]
-    assert_same(run('vmv', how, rngs='fresh', state='update'), (calls, three))
-    assert_same(run('vmv', how, rngs='fresh'), (calls, one))
     by_state = run('vmv', how, state='update')
     assert_same(by_state, ([calls[0], calls[0], calls[1]], three))
     out, written = run('mv', how, state='eval')
@@ -366,8 +363,7 @@ def test_other_values_in_boxes_or_without(boxed):
     assert not any(g.any() for g in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize('rngs', ['same', 'fresh'])
-def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> None:
+def test_parameters_that_come_later_begin_with_numbers_of_their_own() -> None:
     class Grows(linen.Module):
         @linen.compact
         def __call__(self, x, more=False):
@@ -384,5 +380,5 @@ def test_parameters_that_come_later_begin_with_numbers_of_their_own(rngs) -> Non
             return self.wrap(module)(x) + module(x, more=True)
 
     plain = Model(lambda module: module).init(RNGS, X)
-    model = Model(functools.partial(nn.mirror, rngs=rngs))
+    model = Model(nn.mirror)
     assert_same(model.init(RNGS, X), plain)

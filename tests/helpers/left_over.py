@@ -15,7 +15,7 @@ def hooked() -> list[Any]:
 HOOKS = [hooks.HOOKS[key] for key in patching.HOOKED]
 
 
-def held_numbers(number: numbers.Number) -> Iterator[numbers.Number]:
+def held_numbers(number: numbers.TraceNumber) -> Iterator[numbers.TraceNumber]:
     """The numbers inside of one that a block has."""
     waiting = [first for kind in number.inside.values() for first in kind]
     for inner in waiting:

@@ -12,10 +12,10 @@ import optax.contrib
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
+from jax.flatten_util import ravel_pytree
 
 import flax_sg as sg
 from flax_sg import errors
-from flax_sg.optim import owners
 from tests.helpers import oracle
 
 pytestmark = pytest.mark.usefixtures('standard_promotion')
@@ -82,8 +82,56 @@ def test_what_belongs_to_one_selection_begins_anew_with_another(name):
     one, two = (sg.freeze(tx, sg.at('c', n)) for n in (0, 1))
     steps = 2 if name in ('lbfgs', 'optimistic') else 0  # Without functions.
     _, before = trained(one, one.init(params), steps, params)
-    adopted = sg.adopt(two, params, before, old=one)
-    oracle.assert_same(adopted, two.init(params))
+    for old in one, None:
+        adopted = sg.adopt(two, params, before, old=old)
+        oracle.assert_same(adopted, two.init(params))
+    # So are other elements.
+    one, two = tx, sg.freeze(tx, sg.at('c', np.s_[0, :1]))
+    _, before = trained(one, one.init(params), steps, params)
+    for old in one, None:
+        adopted = sg.adopt(two, params, before, old=old)
+        oracle.assert_same(adopted, two.init(params))
+
+
+def of_leaves(tx: Any) -> Any:
+    """A transformation that is given a list: its state has the names of none."""
+    return optax.GradientTransformation(
+        lambda params: tx.init(jax.tree.leaves(params)),
+        lambda updates, state, params=None: tx.update(
+            jax.tree.leaves(updates), state, params and jax.tree.leaves(params)
+        ),
+    )
+
+
+def test_what_optax_cannot_tell_begins_anew():
+    momentum = of_leaves(optax.trace(0.9))
+    old, new = sg.freeze(momentum, 'b'), sg.freeze(momentum, 'a')
+    state = jax.tree.map(jnp.ones_like, old.init(PARAMS))
+    # The first array of the state is 'a', and 'b' for the new one: of one shape.
+    for made_by in None, old:
+        with pytest.warns(
+            UserWarning, match='trace/0, trace/1 in the state begins anew'
+        ):
+            adopted = sg.adopt(new, PARAMS, state, old=made_by)
+        oracle.assert_same(adopted, new.init(PARAMS))
+    oracle.assert_same(sg.adopt(old, PARAMS, state, old=old), state)
+
+
+def test_an_array_of_all_parameters_begins_anew():
+    """Of others that are as long it has one in the same shape."""
+    momentum = optax.trace(0.9)
+    ravelled = optax.GradientTransformation(
+        lambda params: momentum.init(ravel_pytree(params)[0]),
+        lambda updates, state, params=None: (updates, state),
+    )
+    old, new = sg.freeze(ravelled, 'b'), sg.freeze(ravelled, 'a')
+    state = jax.tree.map(jnp.ones_like, old.init(PARAMS))
+    assert state.trace.shape == (6,)
+    for made_by in None, old:
+        with pytest.warns(UserWarning, match='trace in the state begins anew'):
+            adopted = sg.adopt(new, PARAMS, state, old=made_by)
+        oracle.assert_same(adopted, new.init(PARAMS))
+    oracle.assert_same(sg.adopt(old, PARAMS, state, old=old), state)
 
 
 def test_one_array_for_all_parameters_is_that_of_one_selection():
@@ -277,20 +325,3 @@ def test_numbers_for_rows_are_not_handed_to_other_rows():
     one, two = (sg.freeze(noise, sg.at('a', rows)) for rows in (np.s_[:2], np.s_[2:]))
     _, state = one.update(params, one.init(params), params)
     oracle.assert_same(sg.adopt(two, params, state, old=one), state)
-
-
-def test_each_number_of_a_state_is_not_asked_for_all_parameters(monkeypatch):
-    params = {f'p{n}': jnp.ones(2) for n in range(9)}
-    numbers = optax.GradientTransformation(
-        lambda p: jax.tree.map(lambda _: jnp.ones(()), p), lambda u, s, p=None: (u, s)
-    )
-    asked: list[Any] = []
-    shape_of_part = owners.shape_of_part
-    monkeypatch.setattr(
-        owners,
-        'shape_of_part',
-        lambda *args: asked.append(args) or shape_of_part(*args),
-    )
-    state = numbers.init(params)
-    oracle.assert_same(sg.adopt(numbers, params, state), state)
-    assert asked == []

@@ -85,6 +85,7 @@ def test_nearly_all_of_optax_is_here():
 TOGETHER = 'flatten', 'lbfgs', 'linesearch', 'optimistic'
 
 
+@pytest.mark.filterwarnings('ignore:sg.adopt. .* begins anew:UserWarning')
 @pytest.mark.parametrize('name', NAMES)
 def test_what_is_frozen_may_change(name):
     tx, _ = made(name)

@@ -138,6 +138,7 @@ def by_hand(state: Any, new: Any, size: int, trained: list[int]) -> dict[str, An
 
 
 @pytest.mark.filterwarnings('ignore:inject_stateful_hyperparams:DeprecationWarning')
+@pytest.mark.filterwarnings('ignore:sg.adopt. .* begins anew:UserWarning')
 @pytest.mark.parametrize('name', WRAPPERS)
 def test_moments_stay_with_their_rows(name):
     if name not in wrappers_of_optax():
@@ -148,6 +149,10 @@ def test_moments_stay_with_their_rows(name):
     for tx, trained in (new, NEW), (old, OLD):
         made, adopted = tx.init(params), sg.adopt(tx, params, state, old=old)
         assert jax.tree.structure(adopted) == jax.tree.structure(made)
+        if name == 'optax.flatten':  # optax cannot tell, so other rows begin anew.
+            oracle.assert_same(adopted, state if trained is OLD else made)
+            oracle.assert_same(sg.adopt(tx, params, state), made)
+            continue
         right = by_hand(state, made, size, trained)
         oracle.assert_same(oracle.by_path(adopted), right)
         with pytest.raises(errors.StructureError, match='rows of'):

@@ -247,8 +247,8 @@ class _Running(OnValue, Real):
     def use(self, item: Use, place: Any) -> None:
         def call(module: Any, x: Any) -> Any:
             if item.mirror is not None:
-                # A view that draws random numbers and writes as the module does.
-                options = {'rngs': 'fresh', 'state': 'update', 'unused': 'ignore'}
+                # A view that writes as the module does.
+                options = {'state': 'update', 'unused': 'ignore'}
                 module = nn.mirror(module, filter_of(item.mirror, x), **options)
             return jnp.tanh(module(x))  # Or values grow with the number of calls.
 
