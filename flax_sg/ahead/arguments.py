@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -64,8 +64,8 @@ class Argument(NamedTuple):
         name: Name,
         word: str,
         tree: Leaves,
-        inputs: list[Array],
-        fixed: Set[int] = frozenset(),
+        inputs: dict[str, Array],
+        numbers: Collection[int],
         runs: Mapping[int, Sequence[Run]] = MappingProxyType({}),
     ) -> Argument:
         """Takes an argument apart, and adds its arrays to the inputs of a program.
@@ -74,26 +74,29 @@ class Argument(NamedTuple):
             name: its position or its name.
             word: its name in the signature.
             tree: its leaves.
-            inputs: the inputs so far.
-            fixed: the numbers of Python that are constants, by their number among the
-                leaves. Others are traced.
+            inputs: the inputs so far, by what an error of JAX calls them.
+            numbers: which leaves may be numbers of Python that are traced. Others are
+                constants.
             runs: for leaves of which some rows are trained the runs of rows.
         """
-        slots, constants = list[tuple[int, ...]](), dict[int, Any]()
+        paths = [*map(str, tree.paths)]
+        argument = cls(name, word, tree.treedef, paths, [], {}, runs)
         for number, leaf in enumerate(tree.values):
             arrays = jax.tree.leaves(leaf)
             if number in runs:
                 shape, dtype = leaf.shape[1:], leaf.dtype
                 sizes = [run.stop - run.start for run in runs[number]]
                 arrays = [jax.ShapeDtypeStruct((n, *shape), dtype) for n in sizes]
-            slots.append(())
-            if holds_arrays(leaf) or (is_number(leaf) and number not in fixed):
-                slots[-1] = tuple(range(len(inputs), len(inputs) + len(arrays)))
-                inputs += arrays
+            first = len(inputs)
+            if holds_arrays(leaf) or (is_number(leaf) and number in numbers):
+                where = argument.at(number)
+                for array in arrays:
+                    unique = f'{where}, {len(inputs)}' if where in inputs else where
+                    inputs[unique] = array
             elif not is_absent(leaf):
-                constants[number] = leaf
-        paths = [*map(str, tree.paths)]
-        return cls(name, word, tree.treedef, paths, slots, constants, runs)
+                argument.constants[number] = leaf
+            argument.slots.append(tuple(range(first, len(inputs))))
+        return argument
 
     @property
     def title(self) -> str:
@@ -209,10 +212,14 @@ class Argument(NamedTuple):
         except Exception:  # A class of the user may compare in any way.
             is_same = False
         if not is_same:
+            advice = 'Call sg.precompute again'
+            if is_number(traced):
+                advice = 'Give an array, or name its argument in each=: numbers there'
+                advice += ' may change. Or call sg.precompute again'
             raise errors.ArgumentTypeError(
                 f'{self.at(number)} is {shown(leaf)}, and was {shown(traced)} when '
                 'precompute traced the function: it is a constant of the split.\n'
-                'Call sg.precompute again, or give an array.'
+                f'{advice}.'
             )
 
     def at(self, number: int) -> str:

@@ -14,7 +14,7 @@ from flax_sg.ahead.arguments import Name, check
 from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.report import Report
 from flax_sg.ahead.split import Split, split
-from flax_sg.ahead.traced import Traced, traced
+from flax_sg.ahead.traced import Trace, traced
 from flax_sg.ahead.writes import put
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
@@ -32,7 +32,7 @@ class Precomputed:
     each step; and what mixes the examples of a batch in what is kept.
     """
 
-    _traced: Traced
+    _trace: Trace
     _split: Split
     _batch: Batch | None
 
@@ -58,14 +58,14 @@ class Precomputed:
         read = self._split.changing.union(numbers_in(self._split.outputs))
         read.update(n for step in self._split.late for n in step.read())
         known, places_read = set[Any](), set[Any]()
-        for k, (name, paths) in enumerate(self._traced.own.items()):
-            slots = self._traced.arguments[name].slots
+        for k, (name, paths) in enumerate(self._trace.own.items()):
+            slots = self._trace.arguments[name].slots
             for path, inputs in zip(paths, slots, strict=True):
                 where, names = path.place
                 # Late has the arguments with parameters first.
                 place = (
                     where,
-                    (str(k), *names[1:]) if self._traced.has_positions else names,
+                    (str(k), *names[1:]) if self._trace.has_positions else names,
                 )
                 known.add(place)
                 places_read.update(() if read.isdisjoint(inputs) else {place})
@@ -84,7 +84,7 @@ class Precomputed:
 
     def early(self, *args: Any, **kwargs: Any) -> list[Array]:
         """Computes once what is kept, of the arguments but for those in ``each=``."""
-        names = [n for n in self._traced.arguments if n not in self._traced.each]
+        names = [n for n in self._trace.arguments if n not in self._trace.each]
         values = self._values('early', names, args, kwargs)
         return self._in_front(
             self._run('early', self._split.early, values, self._split.kept)
@@ -97,8 +97,8 @@ class Precomputed:
         the function writes to a model of NNX is written: running averages, counts of
         random keys.
         """
-        first = len(self._traced.own)
-        names: list[Name] = [*self._traced.own, *self._traced.each]
+        first = len(self._trace.own)
+        names: list[Name] = [*self._trace.own, *self._trace.each]
         if len(args) <= first:
             raise self._miscounted('late', names, 1)
         arguments = (*args[:first], *args[first + 1 :])
@@ -123,9 +123,9 @@ class Precomputed:
         out = self._run('late', self._split.late, values, self._split.outputs)
         positions = (name for name in names if isinstance(name, int))
         by_name = {**dict(zip(positions, arguments, strict=True)), **kwargs}
-        treedef, writes = self._traced.treedef, self._traced.writes
+        treedef, writes = self._trace.treedef, self._trace.writes
         written = {write.name for write in writes}
-        holders = {n: self._traced.arguments[n].holders(by_name[n]) for n in written}
+        holders = {n: self._trace.arguments[n].holders(by_name[n]) for n in written}
         put(writes, holders, out[treedef.num_leaves :])
         return jax.tree.unflatten(treedef, out[: treedef.num_leaves])
 
@@ -134,7 +134,7 @@ class Precomputed:
 
     @property
     def _report(self) -> Report:
-        return Report(self._traced, self._split, self._batch)
+        return Report(self._trace, self._split, self._batch)
 
     def __repr__(self) -> str:
         kept = ', '.join(self._split.avals[n].str_short() for n in self._split.kept)
@@ -164,7 +164,7 @@ class Precomputed:
     def _name_of(self, slot: int) -> str:
         places = (
             argument.at(number)
-            for argument in self._traced.arguments.values()
+            for argument in self._trace.arguments.values()
             for number, slots in enumerate(argument.slots)
             if slot in slots
         )
@@ -185,20 +185,20 @@ class Precomputed:
             raise self._miscounted(part, names, kept)
         by_name = {**dict(zip(positions, args, strict=True)), **kwargs}
         # Errors count as the caller does.
-        first = kept and len(self._traced.own)
+        first = kept and len(self._trace.own)
         shown: dict[Name, Name] = {
             name: n + (n >= first) * kept for n, name in enumerate(positions)
         }
         values: dict[int, Array] = {}
         for name, arg in by_name.items():
-            argument = self._traced.arguments[name]._replace(name=shown.get(name, name))
+            argument = self._trace.arguments[name]._replace(name=shown.get(name, name))
             values.update(argument.values(arg, self._split.avals))
         return values
 
     def _miscounted(self, part: str, names: Sequence[Name], kept: int) -> TypeError:
-        arguments = [self._traced.arguments[name] for name in names]
+        arguments = [self._trace.arguments[name] for name in names]
         words = [argument.as_written for argument in arguments]
-        first = len(self._traced.own)
+        first = len(self._trace.own)
         words = [*words[:first], 'kept', *words[first:]] if kept else words
         return TypeError(
             f'{part} was given other arguments than precompute traced.\n'
@@ -237,9 +237,9 @@ def precompute(
         fun: a function of arrays, or an unbound module for its ``apply``, as for
             ``sg.live``. What an effect returns, such as a read of a ref, changes.
         params: its first argument, or the shapes.
-        *args: its other arguments, or their shapes. Those not in ``each`` are data,
-            Python numbers included. A bool is a flag: a constant, and so is a number
-            whose value the function asks for.
+        *args: its other arguments, or their shapes. Those not in ``each`` are data.
+            A number or a bool of Python is a constant of the split, and another one
+            in its place raises: give an array.
         argnums: which arguments hold the parameters.
         wrt: the parameters that are trained: those that change from step to step, or
             rows of these. Of a stack, the first layers are computed once if they are
@@ -249,8 +249,8 @@ def precompute(
             state.
         examples: whether all data hold examples along their first axis. Then all that
             is kept has this axis in front, and its rows may be shuffled, stored and
-            indexed. ``early`` and ``late`` take as many examples as were traced, and
-            numbers are constants. What reads no data is made at each step.
+            indexed. ``early`` and ``late`` take as many examples as were traced. What
+            reads no data is made at each step.
         **kwargs: keyword arguments of the function. They are given by name to
             ``early``, or to ``late`` if they are in ``each``.
 
@@ -269,7 +269,7 @@ def precompute(
         AbsentLeafError: at the call, when a leaf is ABSENT that is read.
     """
     args = (params, *args)
-    trace = traced(fun, args, kwargs, argnums, wrt, each, examples)
+    trace = traced(fun, args, kwargs, argnums, wrt, each)
     batch = Batch(trace.data) if examples else None
     parts = split(trace.program, trace.changes, trace.is_data, batch)
     precomputed = Precomputed(trace, parts, batch)

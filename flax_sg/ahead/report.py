@@ -11,7 +11,7 @@ from flax_sg.ahead.costs import bytes_of, flops_of
 from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
 from flax_sg.ahead.split import Split, of_the_batch
-from flax_sg.ahead.traced import Traced
+from flax_sg.ahead.traced import Trace
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import makers_of
 from flax_sg.rendering import text
@@ -27,14 +27,14 @@ _KILOBYTES, _TIMES, _WORTH = 4096, 4, 0.2
 class Report:
     """The report on a split: its table and its warnings."""
 
-    def __init__(self, traced: Traced, split: Split, batch: Batch | None) -> None:
-        self._traced, self._split, self._batch = traced, split, batch
+    def __init__(self, trace: Trace, split: Split, batch: Batch | None) -> None:
+        self._trace, self._split, self._batch = trace, split, batch
         early, late = (
             flops_of(step.eqn for step in steps) for steps in (split.early, split.late)
         )
         self._share = early / (early + late) if early + late else 0.0
         self._kept = sum(bytes_of(split.avals[n]) for n in split.kept)
-        self._data = sum(bytes_of(aval) for _, aval in traced.data.values())
+        self._data = sum(bytes_of(aval) for _, aval in trace.data.values())
 
     def __str__(self) -> str:
         makers, lines = makers_of(self._split.steps), list[str]()
@@ -68,7 +68,7 @@ class Report:
                 'To go on from step to step, it needs an argument of its own in each=.'
             )
         if self._batch is None and (
-            note := of_the_batch(self._split, self._traced.data)
+            note := of_the_batch(self._split, self._trace.data)
         ):
             lines.append(note)
         return '\n'.join(lines)
@@ -78,7 +78,7 @@ class Report:
         row = next((x for x in self._obstacles if x.reason.kind == 'mix'), None)
         if row is None:
             return
-        where, aval = next(iter(self._traced.data.values()))
+        where, aval = next(iter(self._trace.data.values()))
         operation = row.reason.name.partition(' at ')[0]
         advice = 'Split the loss of one example, and map it by jax.vmap.'
         if operation in ('concatenate', 'slice', 'split', 'stack', 'reshape'):
@@ -99,9 +99,9 @@ class Report:
 
     def lost(self, function: str) -> str:
         """Warns of what neither part writes."""
-        if not self._traced.lost:
+        if not self._trace.lost:
             return ''
-        argument = self._traced.arguments[self._traced.lost[0]]
+        argument = self._trace.arguments[self._trace.lost[0]]
         return (
             f'{function} writes to {argument.title}, a model of NNX, and early and '
             'late do not.\n'
@@ -135,10 +135,10 @@ class Report:
         """What the inputs are, and the values in which examples are mixed."""
         mixed = self._batch.mixed if self._batch else {}
         roots = {number: Root(str(op), 'mix') for number, op in mixed.items()}
-        written = {slot for write in self._traced.writes for slot in write.slots}
-        for name, argument in self._traced.arguments.items():
+        written = {slot for write in self._trace.writes for slot in write.slots}
+        for name, argument in self._trace.arguments.items():
             for path, slots in zip(argument.paths, argument.slots, strict=True):
-                is_own = name in self._traced.own
+                is_own = name in self._trace.own
                 kind = 'parameter' if is_own else 'argument'
                 root = Root((is_own and path) or argument.title, kind, path)
                 roots.update(dict.fromkeys(slots, root))
@@ -164,7 +164,7 @@ class Report:
         for number, root in self._roots.items():
             if not root.path or number not in read:
                 continue
-            for path, output in zip(self._traced.outputs, split.outputs, strict=True):
+            for path, output in zip(self._trace.outputs, split.outputs, strict=True):
                 if isinstance(output, Literal) or output == number:
                     continue
                 is_same = f'/{path}'.endswith(f'/{root.path}')

@@ -303,104 +303,78 @@ def test_constants_of_the_split():
         ahead.early(PARAMS, {**data, 'tool': Broken()})
 
 
-def test_numbers_of_python_are_data() -> None:
-    """A weight that is 0.0 and a count that is 0 now are others at the next step."""
+def scaled(params: Any, x: Any, factor: Any) -> Any:
+    return loss(params, x @ params['body']['w']) * factor
 
-    def fun(params: Any, x: Any, scale: float, step: int, *, bias: float) -> Any:
+
+# What was another program in each trace, or another one for a tracer.
+OF_NUMBERS: dict[str, Any] = {
+    'a product': scaled,
+    'jnp.std, which has a NaN': lambda p, x, n: scaled(p, x, n + jnp.std(x)),
+    'a median': lambda p, x, n: scaled(p, x, n * jnp.median(x, 0)[0]),
+    'a callback': lambda p, x, n: (
+        jax.debug.callback(lambda x: None, x),
+        scaled(p, x, n),
+    )[1],
+    'its type': lambda p, x, n: scaled(p, x, n if isinstance(n, float) else 0.0),
+    'its text': lambda p, x, n: scaled(p, x, {'3.0': 5.0}.get(f'{n}', 1.0)),
+    'its value': lambda p, x, n: scaled(p, x, 1.0 if n > 2 else 2.0),
+    'many bits': lambda p, x, n: scaled(p, x, (1 - n / 3) * 1e9),
+    'a default': lambda p, x, n=2.0: scaled(p, x, n),
+}
+
+
+@pytest.mark.parametrize('name', OF_NUMBERS)
+def test_numbers_of_python_are_constants(name: str) -> None:
+    """The same number is right, and another one raises and names the cure."""
+    fun = OF_NUMBERS[name]
+    ahead = sg.precompute(fun, PARAMS, X, 3.0, wrt='head/**')
+    kept = ahead.early(PARAMS, X, 3.0)
+    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 3.0))
+    with pytest.raises(
+        sg.errors.ArgumentTypeError,
+        match=r'Argument 2 \(\w+\) is 4\.0, and was 3\.0.*\nGive an array, .*each=',
+    ):
+        ahead.early(PARAMS, X, 4.0)
+
+
+def test_many_numbers_cost_one_trace() -> None:
+    """Labels in a list, a config of numbers: nothing is tried."""
+    traces: list[int] = []
+
+    def fun(params: Any, batch: Any) -> Any:
+        traces.append(1)
+        return scaled(params, batch['x'], batch['labels'][2] * jnp.std(batch['x']))
+
+    batch = {'x': X, 'labels': [*range(64)], 'rate': 0.1}
+    ahead = sg.precompute(fun, PARAMS, batch, wrt='head/**')
+    assert len(traces) == 1
+    assert_same(ahead.late(PARAMS, ahead.early(PARAMS, batch)), fun(PARAMS, batch))
+    batch['labels'][2] = 7
+    with pytest.raises(sg.errors.ArgumentTypeError, match=r'labels/2 in argument 1'):
+        ahead.early(PARAMS, batch)
+
+
+def test_numbers_that_may_change() -> None:
+    """Arrays among the data, and numbers in ``each=``: 0 is no constant there."""
+
+    def fun(params: Any, x: Any, scale: Any, step: int, *, bias: float) -> Any:
         y = jnp.tanh(x @ params['body']['w']) * scale
-        # Rules of derivatives are other functions in each trace, and a step that is a
-        # constant leaves numbers of numbers in the program, as the tracer does.
         y = jax.nn.relu(y) + optax.cosine_decay_schedule(1.0, 10)(step)
         y = jnp.where(step < 3, y, -y)
         return jnp.mean(y @ params['head']['w'] + bias)
 
-    ahead = sg.precompute(fun, PARAMS, X, 0.0, 0, wrt='head/**', bias=0.0)
+    how: Any = {'wrt': 'head/**', 'each': (3, 'bias')}
+    ahead = sg.precompute(fun, PARAMS, X, jnp.zeros(()), 0, bias=0.0, **how)
     for scale, step, bias in (0.0, 0, 0.0), (2.0, 2, 1.0), (0.5, 7, -1.0):
-        kept = ahead.early(PARAMS, X, scale, step, bias=bias)
+        kept = ahead.early(PARAMS, X, jnp.asarray(scale))
         right = fun(PARAMS, X, scale, step, bias=bias)
-        assert_same(ahead.late(PARAMS, kept), right)
+        assert_same(ahead.late(PARAMS, kept, step, bias=bias), right)
     # An int is a float, as in min(1, step / k); a float is no int.
-    kept = ahead.early(PARAMS, X, 1, 0, bias=0)
-    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 1.0, 0, bias=0.0))
+    right = fun(PARAMS, X, 0.5, 0, bias=1.0)
+    assert_same(ahead.late(PARAMS, kept, 0, bias=1), right)
     with pytest.raises(sg.errors.ArgumentTypeError, match=r'int32.*\n.*with a float'):
-        ahead.early(PARAMS, X, 0.0, 0.5, bias=0.0)
-
-
-def scaled(params: Any, x: Any, factor: Any) -> Any:
-    y = jnp.tanh(x @ params['body']['w']) @ params['head']['w']
-    return jnp.mean(y) * factor
-
-
-SCALES = jnp.full(X.shape, 0.5), jnp.full(X.shape, 2.0)
-
-
-def told(p: Any, x: Any, n: Any) -> Any:
-    """A number is told of, and a tracer is not; what is computed is the same."""
-    value = scaled(p, x, 1.0)
-    if isinstance(n, int):
-        jax.debug.callback(lambda: None)
-    return value
-
-
-OTHERWISE: dict[str, tuple[Any, Any]] = {
-    'its effects': (told, 3),
-    'its type': (lambda p, x, n: scaled(p, x, n if isinstance(n, float) else 1.0), 3.0),
-    'its text': (lambda p, x, n: scaled(p, x, {'3': 5.0}.get(f'{n}', 1.0)), 3),
-    'its shape': (lambda p, x, n: scaled(p, x, 1.0 if hasattr(n, 'shape') else 2.0), 3),
-    'of many bits': (lambda p, x, n: scaled(p, x, n * n / 1e9), 60000),
-    'of small differences': (lambda p, x, n: scaled(p, x, (1 - n) * 1e9), 1 - 1e-9),
-    'in a jitted function': (
-        lambda p, x, n: jax.jit(lambda x: scaled(p, x, 1.0 * isinstance(n, int)))(x),
-        3,
-    ),
-    'a callback': (
-        lambda p, x, n: scaled(
-            p,
-            jax.pure_callback(lambda x: x * (2 if isinstance(n, int) else 3), X, x),
-            1.0,
-        ),
-        3,
-    ),
-    'an axis': (
-        lambda p, x, n: jnp.sum(
-            (x @ p['body']['w']).sum(0 if isinstance(n, int) else 1)
-            * p['head']['w'].sum()
-        ),
-        3,
-    ),
-    'a constant': (
-        lambda p, x, n: scaled(p, x * SCALES[isinstance(n, int)], 1.0).sum(),
-        3,
-    ),
-    'a constant in a jitted function': (
-        lambda p, x, n: jax.jit(
-            lambda x: scaled(p, x * SCALES[isinstance(n, int)], 1.0)
-        )(x),
-        3,
-    ),
-}
-
-
-@pytest.mark.parametrize('name', OTHERWISE)
-def test_a_number_that_is_another_one_as_a_tracer(name: str) -> None:
-    """Nothing raises there: it is a constant, and another number raises."""
-    fun, number = OTHERWISE[name]
-    ahead = sg.precompute(fun, PARAMS, X, number, wrt='head/**')
-    kept = ahead.early(PARAMS, X, number)
-    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, number))
-    with pytest.raises(sg.errors.ArgumentTypeError, match=r'2 \(n\) is'):
-        ahead.early(PARAMS, X, number + 1)
-
-
-def test_a_function_without_numbers_is_traced_once() -> None:
-    traces: list[int] = []
-
-    def fun(params: Any, x: Any) -> Any:
-        traces.append(1)
-        return scaled(params, x, 1.0)
-
-    sg.precompute(fun, PARAMS, X, wrt='head/**')
-    assert len(traces) == 1
+        ahead.late(PARAMS, kept, 0.5, bias=0.0)
 
 
 def test_turns_of_a_loop_are_those_that_were_traced() -> None:
@@ -415,38 +389,6 @@ def test_turns_of_a_loop_are_those_that_were_traced() -> None:
     grads = sg.grad(ahead.late, wrt='head/**')(PARAMS, ahead.early(PARAMS, X, 3))
     right = jax.grad(fun)(PARAMS, X, 3)
     assert_same(grads['head'], right['head'])
-
-
-def test_a_number_whose_value_is_asked_for() -> None:
-    """It alone is a constant: other numbers are data, and a bool is a flag."""
-
-    def fun(params: Any, x: Any, scale: float, depth: int, last: bool) -> Any:
-        for _ in range(depth):
-            x = jnp.tanh(x @ params['body']['w'])
-        return jnp.mean((x if last else -x) @ params['head']['w']) * scale
-
-    ahead = sg.precompute(fun, PARAMS, X, 0.0, 2, True, wrt='head/**')
-    kept = ahead.early(PARAMS, X, 3.0, 2, True)
-    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 3.0, 2, True))
-    for depth, last, what in (
-        (3, True, r'\(depth\) is 3'),
-        (2, False, r'\(last\) is False'),
-    ):
-        with pytest.raises(sg.errors.ArgumentTypeError, match=what):
-            ahead.early(PARAMS, X, 3.0, depth, last)
-
-
-def test_numbers_beside_examples_are_constants() -> None:
-    """A number is no row."""
-
-    def fun(params: Any, x: Any, scale: float) -> Any:
-        return loss(params, x) * scale
-
-    ahead = sg.precompute(fun, PARAMS, X, 2.0, wrt='head/**', examples=True)
-    kept = ahead.early(PARAMS, X, 2.0)
-    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 2.0))
-    with pytest.raises(sg.errors.ArgumentTypeError, match=r'is 3\.0, and was 2\.0'):
-        ahead.early(PARAMS, X, 3.0)
 
 
 def test_what_is_trained_while_a_condition_holds():
