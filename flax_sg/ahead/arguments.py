@@ -214,8 +214,7 @@ class Argument(NamedTuple):
         if not is_same:
             advice = 'Call sg.precompute again'
             if is_number(traced):
-                advice = 'Give an array, or name its argument in each=: numbers there'
-                advice += ' may change. Or call sg.precompute again'
+                advice = 'Give an array. Numbers of arguments in each= may change, too'
             raise errors.ArgumentTypeError(
                 f'{self.at(number)} is {shown(leaf)}, and was {shown(traced)} when '
                 'precompute traced the function: it is a constant of the split.\n'

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from flax_sg import errors, filters
 from flax_sg.ahead.arguments import Name, check
@@ -16,6 +17,7 @@ from flax_sg.ahead.report import Report
 from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Trace, traced
 from flax_sg.ahead.writes import put
+from flax_sg.errors.texts import brief
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Step, Value, numbers_in, run
@@ -83,9 +85,30 @@ class Precomputed:
         return self._batch.in_front(self._split.kept, kept) if self._batch else kept
 
     def early(self, *args: Any, **kwargs: Any) -> list[Array]:
-        """Computes once what is kept, of the arguments but for those in ``each=``."""
-        names = [n for n in self._trace.arguments if n not in self._trace.each]
-        values = self._values('early', names, args, kwargs)
+        """Computes once what is kept.
+
+        Args:
+            *args: the arguments of the function, but for those in ``each=``, of the
+                shapes that were traced. What early does not read may be ``ABSENT``.
+            **kwargs: its keyword arguments, but for those in ``each=``.
+
+        Returns:
+            A list of arrays, of the shapes in ``kept``. They are copies, or new:
+            buffers of the arguments may be filled again.
+
+        Raises:
+            TypeError: for other arguments than were traced.
+            ArgumentTypeError: if one has another structure, shape or constant.
+            AbsentLeafError: if a leaf is ABSENT that early reads.
+        """
+        values = self._values('early', args, kwargs)
+        for slot, is_data in enumerate(self._trace.is_data):
+            # A loader may fill its buffers again, and an array may be donated.
+            is_own = slot not in self._split.kept and isinstance(
+                values.get(slot), jax.Array
+            )
+            if is_data and slot in values and not is_own:
+                values[slot] = jnp.array(values[slot])
         return self._in_front(
             self._run('early', self._split.early, values, self._split.kept)
         )
@@ -96,32 +119,33 @@ class Precomputed:
         Parameters that ``wrt=`` of ``precompute`` does not name have no gradient. What
         the function writes to a model of NNX is written: running averages, counts of
         random keys.
+
+        Args:
+            *args: the arguments that hold parameters, the list that early returned, the
+                arguments in ``each=``. What late does not read may be ``ABSENT``.
+            **kwargs: the keyword arguments in ``each=``.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            TypeError: for other arguments than were traced.
+            ArgumentTypeError: if one has another structure, shape or constant, or if
+                the data are given in place of what is kept.
+            AbsentLeafError: if a leaf is ABSENT that late reads.
         """
         first = len(self._trace.own)
-        names: list[Name] = [*self._trace.own, *self._trace.each]
         if len(args) <= first:
-            raise self._miscounted('late', names, 1)
+            raise self._miscounted('late')
         arguments = (*args[:first], *args[first + 1 :])
-        values = self._values('late', names, arguments, kwargs, 1)
+        values = self._values('late', arguments, kwargs)
         # The part of a fixed parameter's gradient that goes through what is kept is
         # lost. So it has none, whoever differentiates.
         for slot in values.keys() - self._split.changing:
             values[slot] = jax.lax.stop_gradient(values[slot])
-        kept = jax.tree.leaves(args[first])
-        if len(kept) != len(self._split.kept):
-            raise errors.ArgumentTypeError(
-                f'What is kept has {len(kept)} arrays, and {len(self._split.kept)} '
-                'were traced.\n'
-                f'Give what early returned as argument {first} of late.'
-            )
-        for n, (array, aval) in enumerate(zip(kept, self._types, strict=True)):
-            check(f'Array {n} of what is kept', array, aval)
-            kept[n] = jaxprs.placed(array, aval)
-        if self._batch is not None:
-            kept = self._batch.back(self._split.kept, kept, self._split.avals)
-        values.update(zip(self._split.kept, kept, strict=True))
+        values.update(zip(self._split.kept, self._checked(args[first]), strict=True))
         out = self._run('late', self._split.late, values, self._split.outputs)
-        positions = (name for name in names if isinstance(name, int))
+        positions = (n for n in self._names('late') if isinstance(n, int))
         by_name = {**dict(zip(positions, arguments, strict=True)), **kwargs}
         treedef, writes = self._trace.treedef, self._trace.writes
         written = {write.name for write in writes}
@@ -170,39 +194,62 @@ class Precomputed:
         )
         return next(places)
 
-    def _values(
-        self,
-        part: str,
-        names: Sequence[Name],
-        args: Sequence[Any],
-        kwargs: Kwargs,
-        kept: int = 0,
-    ) -> dict[int, Any]:
-        """The inputs of the program that some arguments hold."""
+    def _names(self, part: str) -> list[Name]:
+        """The arguments of early or of late, but for what is kept."""
+        own, each = self._trace.own, self._trace.each
+        if part == 'late':
+            return [*own, *each]
+        return [name for name in self._trace.arguments if name not in each]
+
+    def _values(self, part: str, args: Sequence[Any], kwargs: Kwargs) -> dict[int, Any]:
+        """The inputs of the program that some arguments hold, without what is kept."""
+        names = self._names(part)
         positions = [name for name in names if isinstance(name, int)]
         words = {name for name in names if isinstance(name, str)}
         if len(args) != len(positions) or words != {*kwargs}:
-            raise self._miscounted(part, names, kept)
-        by_name = {**dict(zip(positions, args, strict=True)), **kwargs}
+            raise self._miscounted(part)
         # Errors count as the caller does.
-        first = kept and len(self._trace.own)
+        first = len(self._trace.own) if part == 'late' else len(positions)
         shown: dict[Name, Name] = {
-            name: n + (n >= first) * kept for n, name in enumerate(positions)
+            name: n + (n >= first) for n, name in enumerate(positions)
         }
         values: dict[int, Array] = {}
+        by_name = {**dict(zip(positions, args, strict=True)), **kwargs}
         for name, arg in by_name.items():
             argument = self._trace.arguments[name]._replace(name=shown.get(name, name))
             values.update(argument.values(arg, self._split.avals))
         return values
 
-    def _miscounted(self, part: str, names: Sequence[Name], kept: int) -> TypeError:
-        arguments = [self._trace.arguments[name] for name in names]
-        words = [argument.as_written for argument in arguments]
-        first = len(self._trace.own)
-        words = [*words[:first], 'kept', *words[first:]] if kept else words
+    def _checked(self, kept: Any) -> list[Array]:
+        """What is kept, as it is in the program."""
+        types = self._types
+        if jax.tree.structure(kept) != jax.tree.structure([0] * len(types)):
+            lists = isinstance(kept, list)
+            given = f'a list of {len(jax.tree.leaves(kept))}' if lists else brief(kept)
+            raise errors.ArgumentTypeError(
+                f'late was given {given} in place of what is kept, and early returns '
+                f'a list of {len(types)}.\n'
+                f'Write kept = {self._call("early")} and {self._call("late")}.'
+            )
+        arrays = list[Array]()
+        for n, (array, aval) in enumerate(zip(kept, types, strict=True)):
+            check(f'Array {n} of what is kept', array, aval)
+            arrays.append(jaxprs.placed(array, aval))
+        if self._batch is None:
+            return arrays
+        return self._batch.back(self._split.kept, arrays, self._split.avals)
+
+    def _call(self, part: str) -> str:
+        """How a part is called."""
+        words = [self._trace.arguments[name].as_written for name in self._names(part)]
+        if part == 'late':
+            words.insert(len(self._trace.own), 'kept')
+        return f'ahead.{part}({", ".join(words)})'
+
+    def _miscounted(self, part: str) -> TypeError:
         return TypeError(
             f'{part} was given other arguments than precompute traced.\n'
-            f'Write ahead.{part}({", ".join(words)}).'
+            f'Write {self._call(part)}.'
         )
 
 

@@ -28,6 +28,7 @@ from flax_sg.ahead.writes import Watch, Write, changed_by
 from flax_sg.filters.paths import Path
 from flax_sg.internals import partial
 from flax_sg.internals.types import Array, Aval, Kwargs, TreeDef
+from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import Declared, chosen
 
@@ -118,7 +119,11 @@ def traced(
             words.get(name, ''),
             tree,
             inputs,
-            numbers=_that_change(len(tree.paths), name in changing, takes.get(name)),
+            numbers=(
+                range(len(tree.values))
+                if name in changing
+                else _numbers_traced(tree, takes.get(name, ()))
+            ),
             runs=_runs_in(tree, takes.get(name, ())),
         )
         for name, tree in trees.items()
@@ -193,12 +198,14 @@ def _unbound(error: NameError) -> Exception:
     )
 
 
-def _that_change(
-    count: int, is_in_each: bool, takes: Sequence[Any] | None
-) -> list[int]:
-    """Which leaves of an argument change: the trained ones, or all of ``each=``."""
-    is_new = [is_in_each] * count if takes is None else takes
-    return [n for n, take in enumerate(is_new) if take is not False]
+def _numbers_traced(tree: Leaves, takes: Sequence[Any]) -> list[int]:
+    """Which leaves of a tree with parameters are traced if they are numbers of Python.
+
+    Those that are trained, and what is in a Variable of NNX: the function may write it.
+    """
+    nodes = jax.tree.leaves(tree.tree, is_leaf=is_variable)
+    of_nnx = any(map(is_variable, nodes))
+    return [n for n, take in enumerate(takes) if take is not False or of_nnx]
 
 
 def _trained(argument: Argument, takes: Sequence[Any]) -> list[int]:

@@ -1,5 +1,6 @@
 """What ``early`` and ``late`` take and go through: arguments, models, transforms."""
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -333,7 +334,7 @@ def test_numbers_of_python_are_constants(name: str) -> None:
     assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 3.0))
     with pytest.raises(
         sg.errors.ArgumentTypeError,
-        match=r'Argument 2 \(\w+\) is 4\.0, and was 3\.0.*\nGive an array, .*each=',
+        match=r'Argument 2 \(\w+\) is 4\.0, and was 3\.0.*\nGive an array\. .*each=',
     ):
         ahead.early(PARAMS, X, 4.0)
 
@@ -389,6 +390,106 @@ def test_turns_of_a_loop_are_those_that_were_traced() -> None:
     grads = sg.grad(ahead.late, wrt='head/**')(PARAMS, ahead.early(PARAMS, X, 3))
     right = jax.grad(fun)(PARAMS, X, 3)
     assert_same(grads['head'], right['head'])
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=['w', 'scale'], meta_fields=[]
+)
+@dataclasses.dataclass
+class Scaled:
+    """A model as those of equinox: a number among its parameters."""
+
+    w: Any
+    scale: Any
+
+    def __call__(self, x: Any) -> Any:
+        y = jnp.tanh(x @ self.w)
+        return jnp.mean(y * self.scale if self.scale > 1 else y)
+
+
+def test_a_number_among_the_parameters() -> None:
+    """It is a constant if nothing trains it; otherwise the error names the field."""
+    model = Scaled(PARAMS['body']['w'], 2.0)
+    call = lambda model, x: model(jnp.tanh(x @ PARAMS['body']['w']))  # noqa: E731
+    for scale in 2.0, 2:  # Nobody can train a whole number.
+        model = dataclasses.replace(model, scale=scale)
+        wrt = 'w' if isinstance(scale, float) else sg.DECLARED
+        ahead = sg.precompute(call, model, X, wrt=wrt)
+        kept = ahead.early(model, X)
+        right = sg.grad(call, wrt='w')(model, X).w
+        assert_same(sg.grad(ahead.late, wrt='w')(model, kept).w, right)
+        with pytest.raises(sg.errors.ArgumentTypeError, match=r'scale in .* is 3\.0'):
+            ahead.late(dataclasses.replace(model, scale=3.0), kept)
+    model = dataclasses.replace(model, scale=2.0)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match='scale in argument'):
+        sg.precompute(call, model, X)
+
+    def weighed(model: Any, x: Any) -> Any:  # It does not ask for the value.
+        return jnp.sum(jnp.tanh(x @ PARAMS['body']['w']) @ model.w) * model.scale
+
+    ahead = sg.precompute(weighed, model, X)
+    kept = ahead.early(model, X)
+    for scale in 2.0, 3.0:
+        model = dataclasses.replace(model, scale=scale)
+        assert_same(sg.grad(ahead.late)(model, kept), sg.grad(weighed)(model, X))
+
+
+def test_an_error_of_jax_names_the_function_of_the_user() -> None:
+    """A step in ``each=`` whose value is asked for, and its argument."""
+
+    def asks(params: Any, x: Any, step: Any) -> Any:
+        return loss(params, x if step < 3 else 2 * x)
+
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError,
+        match=r'the function asks at .*test_precomputed.py.*Argument 2 \(step\)',
+    ):
+        sg.precompute(asks, PARAMS, X, 0, wrt='head/**', each=2)
+
+
+def passed_through(params: Any, batch: Any) -> Any:
+    """Labels are kept as they are, and some of them on a device."""
+    y = jax.device_put(batch['y'])
+    loss = jnp.mean(jnp.tanh(batch['x'] @ params['body']['w']) @ params['head']['w'])
+    return loss * jnp.sum(y) + jnp.sum(jax.lax.stop_gradient(batch['z'][0]))
+
+
+@pytest.mark.parametrize('how', ('examples', 'batch', 'jit', 'donated'))
+def test_what_is_kept_is_no_buffer_of_the_caller(how: str) -> None:
+    """A loader that fills its arrays again, and one that donates them."""
+    x, y, z = np.array(X), np.arange(3.0, dtype='f'), (np.ones((3, 256), 'f'),)
+    big = {'x': x, 'y': y, 'z': z}
+    ahead = sg.precompute(
+        passed_through, PARAMS, big, wrt='head/**', examples=how == 'examples'
+    )
+    early = jax.jit(ahead.early) if how == 'jit' else ahead.early
+    right = passed_through(PARAMS, jax.tree.map(jnp.array, big))
+    if how == 'donated':
+        given = jax.tree.map(jnp.array, big)
+        kept = early(PARAMS, given)
+        jax.tree.map(lambda a: a.delete(), given)
+    else:
+        kept = early(PARAMS, big)
+        jax.tree.map(lambda a: a.fill(7.0), big)
+    assert all(isinstance(k, jax.Array) for k in kept)
+    assert_same(ahead.late(PARAMS, kept), right)
+
+
+@pytest.mark.parametrize('data', (X, (X,), {'x': X}, [X, X], [[X]], {}, None), ids=repr)
+def test_the_data_are_not_what_was_kept(data: Any) -> None:
+    """Shapes may agree: a list is asked for, as early returns it."""
+
+    def residual(params: Any, x: Any) -> Any:
+        return loss(params, x + jnp.tanh(x @ params['body']['w']))
+
+    ahead = sg.precompute(residual, PARAMS, X, wrt='head/**')
+    assert [k.shape for k in ahead.kept] == [X.shape]
+    with pytest.raises(
+        sg.errors.ArgumentTypeError,
+        match=r'early returns a list of 1\.\nWrite kept = ahead\.early\(params, x\) '
+        r'and ahead\.late\(params, kept\)\.',
+    ):
+        ahead.late(PARAMS, data)
 
 
 def test_what_is_trained_while_a_condition_holds():
