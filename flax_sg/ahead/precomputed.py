@@ -37,6 +37,7 @@ class Precomputed:
     _trace: Trace
     _split: Split
     _batch: Batch | None
+    _names_trained: bool
 
     @property
     def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -158,7 +159,7 @@ class Precomputed:
 
     @property
     def _report(self) -> Report:
-        return Report(self._trace, self._split, self._batch)
+        return Report(self._trace, self._split, self._batch, self._names_trained)
 
     def __repr__(self) -> str:
         kept = ', '.join(self._split.avals[n].str_short() for n in self._split.kept)
@@ -319,10 +320,10 @@ def precompute(
     trace = traced(fun, args, kwargs, argnums, wrt, each)
     batch = Batch(trace.data) if examples else None
     parts = split(trace.program, trace.changes, trace.is_data, batch)
-    precomputed = Precomputed(trace, parts, batch)
-    says = Report(trace, parts, batch)
-    says.check_apart()
-    for line in (says.lost(describe(fun)), says.worth(wrt)):
+    precomputed = Precomputed(trace, parts, batch, not isinstance(wrt, Declared))
+    report = precomputed._report
+    report.check_apart()
+    for line in (report.lost(describe(fun)), report.worth()):
         if line:
             warnings.warn(line, stacklevel=2)
     return precomputed

@@ -35,8 +35,15 @@ class Site(NamedTuple):
             yield from self.outer.frames(self.call)
 
     def source(self, eqn: JaxprEqn) -> str:
-        """The innermost of these lines, in words."""
-        return next(map(jaxprs.described, self.frames(eqn)), UNKNOWN)
+        """The nearest of these lines, in words."""
+        return jaxprs.nearest(self.frames(eqn)) or UNKNOWN
+
+    def is_backward(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation of the body is of a backward pass in the program."""
+        if 'transpose(' in jaxprs.name_stack_of(eqn):
+            return True
+        is_call = self.call is not None and self.outer is not None
+        return is_call and self.outer.is_backward(self.call)
 
     def function(self) -> str:
         """The innermost jitted function that has the body in it, see ``frames_of``."""
