@@ -51,9 +51,11 @@ class Examples(NamedTuple):
             return array
         before, after = shape[: self.axis], shape[self.axis + 1 :]
         size = shape[self.axis] // count
-        outer = size // self.inner
-        apart = array.reshape(*before, outer, count, self.inner, *after)
-        moved = jnp.moveaxis(apart, self.axis + 1, 0)
+        # Axes of one element are left out: on a mesh of explicit axes, JAX merges an
+        # axis that is split over devices only with those behind it.
+        outer, inner = ([n] * (n > 1) for n in (size // self.inner, self.inner))
+        apart = array.reshape(*before, *outer, count, *inner, *after)
+        moved = jnp.moveaxis(apart, self.axis + (size > self.inner), 0)
         return moved.reshape(count, *before, *[size] * (size > 1), *after)
 
     def back(self, array: Array, shape: Sequence[int]) -> Array:
@@ -61,9 +63,11 @@ class Examples(NamedTuple):
         if array.shape == shape and self.axis == 0:
             return array
         before, after = shape[: self.axis], shape[self.axis + 1 :]
-        outer = shape[self.axis] // len(array) // self.inner
-        apart = array.reshape(len(array), *before, outer, self.inner, *after)
-        return jnp.moveaxis(apart, 0, self.axis + 1).reshape(shape)
+        size = shape[self.axis] // len(array)
+        within = [n for n in (size // self.inner, self.inner) if n > 1]
+        apart = array.reshape(len(array), *before, *within, *after)
+        axis = self.axis + (size > self.inner)
+        return jnp.moveaxis(apart, 0, axis).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
