@@ -103,12 +103,9 @@ class Precomputed:
             AbsentLeafError: if a leaf is ABSENT that early reads.
         """
         values = self._values('early', args, kwargs)
-        for slot, is_data in enumerate(self._trace.is_data):
-            # A loader may fill its buffers again, and an array may be donated.
-            is_own = slot not in self._split.kept and isinstance(
-                values.get(slot), jax.Array
-            )
-            if is_data and slot in values and not is_own:
+        # A loader may fill its buffers again, and an array may be donated.
+        for slot in values.keys() & self._trace.data.keys():
+            if slot in self._split.kept or not isinstance(values[slot], jax.Array):
                 values[slot] = jnp.array(values[slot])
         return self._in_front(
             self._run('early', self._split.early, values, self._split.kept)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from jax.extend.core import Literal
-
 from flax_sg import errors
 from flax_sg.ahead.costs import bytes_of, flops_of, has_while, is_cheap
 from flax_sg.ahead.examples import Batch, Examples
@@ -14,7 +12,7 @@ from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
 from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Trace
 from flax_sg.internals import jaxprs
-from flax_sg.internals.program import Value, made_by, makers_of, numbers_in
+from flax_sg.internals.program import Value, made_by, makers_of
 from flax_sg.rendering import text
 
 # How many obstacles a report shows.
@@ -176,9 +174,9 @@ class Report:
 
         Late would run them, if ``wrt=`` named them: the program is split so, to know.
         """
-        kept, trace = self._split.kept, self._trace
-        largest = max(kept, key=lambda n: bytes_of(self._split.avals[n]), default=None)
-        weights = set[int]() if largest is None else self._last_weights(largest)
+        trace, avals = self._trace, self._split.avals
+        largest = sorted(self._split.kept, key=lambda n: bytes_of(avals[n]))[-1:]
+        weights = set[int]().union(*map(self._last_weights, largest))
         if not weights:
             return ''
         changes = [x or n in weights for n, x in enumerate(trace.changes)]
@@ -195,17 +193,13 @@ class Report:
 
     def _last_weights(self, value: int) -> set[int]:
         """The frozen parameters in the last product on the way to a value."""
-        steps = self._split.steps
-        is_data, only_early = self._trace.is_data, self._split.only_early
+        steps, is_data = self._split.steps, self._trace.is_data
         for step in reversed(made_by(steps, [value])):
-            weights = {*step.read()} - only_early
-            if is_cheap(step.eqn) or step.name == 'gather' or not weights:
-                continue
-            made = made_by(steps, weights)
-            read = weights.union(*(numbers_in(step.ins) for step in made))
-            found = {n for n in read if n < len(is_data) and not is_data[n]}
-            if found:
-                return found
+            weights = {*step.read()} - self._split.only_early
+            if not is_cheap(step.eqn) and step.name != 'gather':
+                weights.update(*(one.read() for one in made_by(steps, weights)))
+                if found := {n for n in weights if n < len(is_data) and not is_data[n]}:
+                    return found
         return set()
 
     def _written(self) -> list[str]:
@@ -214,40 +208,37 @@ class Report:
         A step writes an argument, or a collection of parameters, if all its leaves come
         back: each in an output of its path and shape. Others have the same name.
         """
-        split, found = self._split, dict[str, None]()
+        split, found = self._split, list[str]()
         read = {*split.kept, *(n for step in split.early for n in step.read())}
-        for leaves in self._states():
-            outputs = {slot: self._output_for(slot, path) for slot, path in leaves}
-            if None in outputs.values():
-                continue
-            for slot, path in leaves:
-                if slot in read and outputs[slot] != slot:
-                    found[path] = None
-        return [*found]
-
-    def _states(self) -> Iterator[list[tuple[int, str]]]:
-        """The inputs and paths of each argument; of parameters for each collection."""
-        for name, argument in self._trace.arguments.items():
-            own = self._trace.own.get(name) if isinstance(name, int) else None
-            states: dict[str, list[tuple[int, str]]] = {}
-            for n, (path, slots) in enumerate(
-                zip(argument.paths, argument.slots, strict=True)
-            ):
-                state = states.setdefault(own[n].collection if own else '', [])
-                state += [(slot, path) for slot in slots]
-            yield from states.values()
+        for argument in self._trace.arguments.values():
+            paths = self._trace.own.get(argument.name, [])
+            states = [path.collection for path in paths] or [''] * len(argument.paths)
+            leaves = [
+                (state, path, slot, self._output_for(slot, path))
+                for state, path, slots in zip(
+                    states, argument.paths, argument.slots, strict=True
+                )
+                for slot in slots
+            ]
+            stay = {state for state, _, _, output in leaves if output is None}
+            found += [
+                path
+                for state, path, slot, output in leaves
+                if state not in stay and slot in read and output != slot
+            ]
+        return [*dict.fromkeys(found)]
 
     def _output_for(self, slot: int, path: str) -> Value | None:
         """The output with the path and the shape of an input; None if there is none."""
         avals = self._split.avals
         pairs = zip(self._trace.outputs, self._split.outputs, strict=True)
-        for name, value in pairs:
-            is_same = path and f'/{name}'.endswith(f'/{path}')
-            if isinstance(value, Literal) or not is_same:
-                continue
-            if avals[value].shape == avals[slot].shape:
-                return value
-        return None
+        same = (
+            value
+            for name, value in pairs
+            if path and f'/{name}'.endswith(f'/{path}') and isinstance(value, int)
+            if avals[value].shape == avals[slot].shape
+        )
+        return next(same, None)
 
     def _of_the_batch(self) -> str:
         """Says that what is kept are not single examples; empty if they may be."""

@@ -79,22 +79,6 @@ class Trace(NamedTuple):
         }
 
 
-class _Program(NamedTuple):
-    """What JAX traced.
-
-    Attributes:
-        jaxpr: its outputs are those of the function, then what it writes.
-        treedef: the structure of what the function returns.
-        outputs: the path of each array in that.
-        writes: what the function writes to models of NNX.
-    """
-
-    jaxpr: ClosedJaxpr
-    treedef: TreeDef
-    outputs: list[str]
-    writes: list[Write]
-
-
 def traced(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -128,28 +112,29 @@ def traced(
         )
         for name, tree in trees.items()
     }
-    program = _program_of(run, trees, kwargs, arguments, inputs)
-    changed = changed_by(program.jaxpr, program.writes, len(program.outputs))
+    program, treedef, outputs, writes = _program_of(
+        run, trees, kwargs, arguments, inputs
+    )
+    changed = changed_by(program, writes, len(outputs))
     lost = [write.name for write, _ in changed if write.name not in (*own, *changing)]
     changed = [(write, places) for write, places in changed if write.name not in lost]
     written = [n for _, places in changed for n in places]
-    jaxpr = program.jaxpr.jaxpr
-    outvars = [*jaxpr.outvars[: len(program.outputs)]]
-    outvars += [jaxpr.outvars[n] for n in written]
+    jaxpr = program.jaxpr
+    asked = [jaxpr.outvars[n] for n in (*range(len(outputs)), *written)]
     new = {slot for name in changing for slot in arguments[name].inputs}
     new.update(*(_trained(arguments[name], takes[name]) for name in own))
     new.update(slot for write, _ in changed for slot in write.slots)
     return Trace(
         program=partial.without_dead(
-            program.jaxpr.replace(jaxpr=jaxpr.replace(outvars=outvars))
+            program.replace(jaxpr=jaxpr.replace(outvars=asked))
         ),
         arguments=arguments,
         own={name: tree.paths for name, tree in own.items()},
         has_positions=isinstance(argnums, Sequence),
         each=changing,
         changes=[n in new for n in range(len(jaxpr.invars))],
-        treedef=program.treedef,
-        outputs=program.outputs + [''] * len(written),
+        treedef=treedef,
+        outputs=outputs + [''] * len(written),
         writes=[write for write, _ in changed],
         lost=lost,
     )
@@ -161,8 +146,13 @@ def _program_of(
     kwargs: Kwargs,
     arguments: Mapping[Name, Argument],
     inputs: OrderedDict[str, Array],
-) -> _Program:
-    """The program of a function of the inputs, and what it returns and writes."""
+) -> tuple[ClosedJaxpr, TreeDef, list[str], list[Write]]:
+    """The program of a function of the inputs, and the form of its outputs.
+
+    Returns:
+        The program, of which the outputs are those of the function, then what it
+        writes; the structure and the paths of the former; the latter.
+    """
     form = list[Any]()
 
     # JAX's errors name the function of the user, and the inputs by their keys.
@@ -180,9 +170,11 @@ def _program_of(
         return [leaf for _, leaf in pairs] + [x for _, new in written for x in new]
 
     try:
-        return _Program(jax.make_jaxpr(of_arrays)(inputs), *form)
+        program = jax.make_jaxpr(of_arrays)(inputs)
     except NameError as error:
         raise _unbound(error) from error
+    treedef, paths, writes = form
+    return program, treedef, paths, writes
 
 
 def _unbound(error: NameError) -> Exception:
@@ -228,12 +220,9 @@ def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
             mask = take.mask(shape, path) if shape else None
         if mask is None:
             continue
-        are_trained = np.asarray(mask.any(tuple(range(1, len(shape)))))
-        starts = [0, *(np.flatnonzero(np.diff(are_trained)) + 1).tolist()]
-        if len(starts) > 1:
-            ends = [*starts[1:], len(are_trained)]
-            runs_of[n] = [
-                Run(start, stop, bool(are_trained[start]))
-                for start, stop in zip(starts, ends, strict=True)
-            ]
+        trained = np.asarray(mask.any(tuple(range(1, len(shape)))))
+        ends = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+        if len(ends) > 2:
+            pairs = itertools.pairwise(ends)
+            runs_of[n] = [Run(*pair, bool(trained[pair[0]])) for pair in pairs]
     return runs_of
