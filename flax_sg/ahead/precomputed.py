@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,9 @@ from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Step, Value, numbers_in, run
 from flax_sg.internals.types import Array, Aval, Kwargs, PyTree
 from flax_sg.trees.trainable import DECLARED, Declared
+
+# What is kept, among the arguments of late.
+_KEPT = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,7 +105,7 @@ class Precomputed:
             ArgumentTypeError: if one has another structure, shape or constant.
             AbsentLeafError: if a leaf is ABSENT that early reads.
         """
-        values = self._values('early', args, kwargs)
+        values = self._values(self._given('early', args, kwargs))
         # A loader may fill its buffers again, and an array may be donated.
         for slot in values.keys() & self._trace.data.keys():
             if slot in self._split.kept or not isinstance(values[slot], jax.Array):
@@ -132,22 +135,17 @@ class Precomputed:
                 the data are given in place of what is kept.
             AbsentLeafError: if a leaf is ABSENT that late reads.
         """
-        first = len(self._trace.own)
-        if len(args) <= first:
-            raise self._miscounted('late')
-        arguments = (*args[:first], *args[first + 1 :])
-        values = self._values('late', arguments, kwargs)
+        given = self._given('late', args, kwargs)
+        values = self._values(given)
         # The part of a fixed parameter's gradient that goes through what is kept is
         # lost. So it has none, whoever differentiates.
         for slot in values.keys() - self._split.changing:
             values[slot] = jax.lax.stop_gradient(values[slot])
-        values.update(zip(self._split.kept, self._checked(args[first]), strict=True))
+        values.update(zip(self._split.kept, self._checked(given[_KEPT]), strict=True))
         out = self._run('late', self._split.late, values, self._split.outputs)
-        positions = (n for n in self._names('late') if isinstance(n, int))
-        by_name = {**dict(zip(positions, arguments, strict=True)), **kwargs}
         treedef, writes = self._trace.treedef, self._trace.writes
         written = {write.name for write in writes}
-        holders = {n: self._trace.arguments[n].holders(by_name[n]) for n in written}
+        holders = {n: self._trace.arguments[n].holders(given[n]) for n in written}
         put(writes, holders, out[treedef.num_leaves :])
         return jax.tree.unflatten(treedef, out[: treedef.num_leaves])
 
@@ -176,46 +174,42 @@ class Precomputed:
                 slot = min(missing)
                 line = step.source if step else ''
                 raise errors.AbsentLeafError(
-                    f'{self._name_of(slot)} is ABSENT, and {part} reads it'
+                    f'{self._trace.names[slot][1]} is ABSENT, and {part} reads it'
                     f'{" at " + line if line else ""}.\n'
                     'Give its value. ABSENT may be what a part does not read.'
                 )
             known.update(step.outs if step else ())
         return run(steps, {**self._split.constants, **values}, asked)
 
-    def _name_of(self, slot: int) -> str:
-        places = (
-            argument.at(number)
-            for argument in self._trace.arguments.values()
-            for number, slots in enumerate(argument.slots)
-            if slot in slots
-        )
-        return next(places)
-
     def _names(self, part: str) -> list[Name]:
-        """The arguments of early or of late, but for what is kept."""
+        """The arguments of early or of late."""
         own, each = self._trace.own, self._trace.each
         if part == 'late':
-            return [*own, *each]
+            return [*own, _KEPT, *each]
         return [name for name in self._trace.arguments if name not in each]
 
-    def _values(self, part: str, args: Sequence[Any], kwargs: Kwargs) -> dict[int, Any]:
-        """The inputs of the program that some arguments hold, without what is kept."""
-        names = self._names(part)
-        positions = [name for name in names if isinstance(name, int)]
-        words = {name for name in names if isinstance(name, str)}
-        if len(args) != len(positions) or words != {*kwargs}:
-            raise self._miscounted(part)
-        # Errors count as the caller does.
-        first = len(self._trace.own) if part == 'late' else len(positions)
-        shown: dict[Name, Name] = {
-            name: n + (n >= first) for n, name in enumerate(positions)
-        }
-        values: dict[int, Array] = {}
-        by_name = {**dict(zip(positions, args, strict=True)), **kwargs}
-        for name, arg in by_name.items():
-            argument = self._trace.arguments[name]._replace(name=shown.get(name, name))
-            values.update(argument.values(arg, self._split.avals))
+    def _given(
+        self, part: str, args: Sequence[Any], kwargs: Kwargs
+    ) -> dict[Name, PyTree]:
+        """The arguments by their names."""
+        positions = [name for name in self._names(part) if isinstance(name, int)]
+        given = {**dict(zip(positions, args, strict=False)), **kwargs}
+        if len(args) != len(positions) or given.keys() != {*self._names(part)}:
+            raise TypeError(
+                f'{part} was given other arguments than precompute traced.\n'
+                f'Write {self._call(part)}.'
+            )
+        return given
+
+    def _values(self, given: Mapping[Name, PyTree]) -> dict[int, Any]:
+        """The inputs of the program that some arguments hold."""
+        values = dict[int, Any]()
+        for n, (name, arg) in enumerate(given.items()):
+            if name != _KEPT:
+                # Errors count as the caller does.
+                shown = n if isinstance(name, int) else name
+                argument = self._trace.arguments[name]._replace(name=shown)
+                values.update(argument.values(arg, self._split.avals))
         return values
 
     def _checked(self, kept: Any) -> list[Array]:
@@ -239,16 +233,12 @@ class Precomputed:
 
     def _call(self, part: str) -> str:
         """How a part is called."""
-        words = [self._trace.arguments[name].as_written for name in self._names(part)]
-        if part == 'late':
-            words.insert(len(self._trace.own), 'kept')
-        return f'ahead.{part}({", ".join(words)})'
-
-    def _miscounted(self, part: str) -> TypeError:
-        return TypeError(
-            f'{part} was given other arguments than precompute traced.\n'
-            f'Write {self._call(part)}.'
+        arguments = self._trace.arguments
+        words = (
+            'kept' if name == _KEPT else arguments[name].as_written
+            for name in self._names(part)
         )
+        return f'ahead.{part}({", ".join(words)})'
 
 
 def precompute(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,20 +62,27 @@ class Trace(NamedTuple):
     lost: list[Name]
 
     @property
+    def names(self) -> dict[int, tuple[Name, str]]:
+        """For each input of the program its argument, and what an error calls it."""
+        return {
+            slot: (name, argument.at(number))
+            for name, argument in self.arguments.items()
+            for number, slots in enumerate(argument.slots)
+            for slot in slots
+        }
+
+    @property
     def is_data(self) -> list[bool]:
         """For each input whether it comes with a batch, and not with the parameters."""
-        own = {slot for name in self.own for slot in self.arguments[name].inputs}
-        return [n not in own for n in range(len(self.changes))]
+        return [name not in self.own for name, _ in self.names.values()]
 
     @property
     def data(self) -> dict[int, tuple[str, Aval]]:
         """For each input that is data, by its number, its name and its type."""
         return {
-            slot: (argument.at(number), self.program.in_avals[slot])
-            for name, argument in self.arguments.items()
+            slot: (where, self.program.in_avals[slot])
+            for slot, (name, where) in self.names.items()
             if name not in (*self.own, *self.each)
-            for number, slots in enumerate(argument.slots)
-            for slot in slots
         }
 
 
@@ -92,9 +99,13 @@ def traced(
     check_keywords(fun, kwargs)
     own = arguments_of(args, argnums)
     changing = named_in(each, len(args), kwargs, own)
-    takes = dict(zip(own, chosen([*own.values()], wrt), strict=True))
     trees: dict[Name, Leaves] = dict(enumerate(map(leaves_of, args)))
     trees.update({name: leaves_of(arg) for name, arg in kwargs.items()})
+    # Which leaves change, or which parts of them.
+    takes: dict[Name, list[Any]] = {
+        name: [name in changing] * len(tree.values) for name, tree in trees.items()
+    }
+    takes.update(zip(own, chosen([*own.values()], wrt), strict=True))
     words: dict[Name, str] = dict(enumerate(words_of(run, len(args))))
     inputs: OrderedDict[str, Array] = OrderedDict()
     arguments = {
@@ -103,12 +114,13 @@ def traced(
             words.get(name, ''),
             tree,
             inputs,
-            numbers=(
-                range(len(tree.values))
-                if name in changing
-                else _numbers_traced(tree, takes.get(name, ()))
-            ),
-            runs=_runs_in(tree, takes.get(name, ())),
+            # The function may write what is in a Variable of NNX.
+            numbers=[
+                n
+                for n, take in enumerate(takes[name])
+                if take is not False or (name in own and _has_variables(tree))
+            ],
+            runs=_runs_in(tree, takes[name]),
         )
         for name, tree in trees.items()
     }
@@ -121,8 +133,7 @@ def traced(
     written = [n for _, places in changed for n in places]
     jaxpr = program.jaxpr
     asked = [jaxpr.outvars[n] for n in (*range(len(outputs)), *written)]
-    new = {slot for name in changing for slot in arguments[name].inputs}
-    new.update(*(_trained(arguments[name], takes[name]) for name in own))
+    new = {slot for name in trees for slot in _new_in(arguments[name], takes[name])}
     new.update(slot for write, _ in changed for slot in write.slots)
     return Trace(
         program=partial.without_dead(
@@ -190,30 +201,22 @@ def _unbound(error: NameError) -> Exception:
     )
 
 
-def _numbers_traced(tree: Leaves, takes: Sequence[Any]) -> list[int]:
-    """Which leaves of a tree with parameters are traced if they are numbers of Python.
-
-    Those that are trained, and what is in a Variable of NNX: the function may write it.
-    """
-    nodes = jax.tree.leaves(tree.tree, is_leaf=is_variable)
-    of_nnx = any(map(is_variable, nodes))
-    return [n for n, take in enumerate(takes) if take is not False or of_nnx]
+def _has_variables(tree: Leaves) -> bool:
+    return any(map(is_variable, jax.tree.leaves(tree.tree, is_leaf=is_variable)))
 
 
-def _trained(argument: Argument, takes: Sequence[Any]) -> list[int]:
-    """The inputs of the program that hold trained leaves, or trained runs of rows."""
-    inputs = list[int]()
+def _new_in(argument: Argument, takes: Sequence[Any]) -> Iterator[int]:
+    """Yields the inputs of the program that hold what changes, runs of rows apart."""
     for n, (slots, take) in enumerate(zip(argument.slots, takes, strict=True)):
         are_trained = [run.is_trained for run in argument.runs.get(n, ())]
-        are_trained = are_trained or [take is not False] * len(slots)
-        inputs += itertools.compress(slots, are_trained)
-    return inputs
+        are_new = are_trained or [take is not False] * len(slots)
+        yield from itertools.compress(slots, are_new)
 
 
 def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
     """For each leaf of which some rows are trained the runs of its rows."""
     runs_of: dict[int, list[Run]] = {}
-    for n, (take, (path, leaf)) in enumerate(zip(takes, tree, strict=False)):
+    for n, (take, (path, leaf)) in enumerate(zip(takes, tree, strict=True)):
         shape = jnp.shape(leaf) if isinstance(take, filters.Part) else ()
         mask = None
         with contextlib.suppress(errors.PartError):  # Where a program tells which.
