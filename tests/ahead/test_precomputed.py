@@ -475,8 +475,19 @@ def test_what_is_kept_is_no_buffer_of_the_caller(how: str) -> None:
     assert_same(ahead.late(PARAMS, kept), right)
 
 
-@pytest.mark.parametrize('data', (X, (X,), {'x': X}, [X, X], [[X]], {}, None), ids=repr)
-def test_the_data_are_not_what_was_kept(data: Any) -> None:
+# What a loss takes, of the shape of what is kept.
+DATA: dict[str, Any] = {
+    'an array': X,
+    'a tuple': (X,),
+    'a dict': {'x': X},
+    'two arrays': [X, X],
+    'a list in a list': [[X]],
+    'nothing': None,
+}
+
+
+@pytest.mark.parametrize('name', DATA)
+def test_the_data_are_not_what_was_kept(name: str) -> None:
     """Shapes may agree: a list is asked for, as early returns it."""
 
     def residual(params: Any, x: Any) -> Any:
@@ -489,7 +500,7 @@ def test_the_data_are_not_what_was_kept(data: Any) -> None:
         match=r'early returns a list of 1\.\nWrite kept = ahead\.early\(params, x\) '
         r'and ahead\.late\(params, kept\)\.',
     ):
-        ahead.late(PARAMS, data)
+        ahead.late(PARAMS, DATA[name])
 
 
 def test_what_is_trained_while_a_condition_holds():
