@@ -11,10 +11,11 @@ from flax_sg.ahead.examples import Batch, Examples
 from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
 from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Trace
-from flax_sg.internals import jaxprs
+from flax_sg.internals import jaxprs, primitives
 from flax_sg.internals.program import Value, made_by, makers_of
 from flax_sg.rendering import text
 
+_PRODUCTS = primitives.names_of(primitives.Kind.PRODUCT)
 # How many obstacles a report shows.
 _SHOWN = 8
 # Much is kept if it is some kilobytes, and some times the data, or some times what
@@ -174,20 +175,22 @@ class Report:
 
         Late would run them, if ``wrt=`` named them: the program is split so, to know.
         """
-        trace, avals = self._trace, self._split.avals
-        largest = sorted(self._split.kept, key=lambda n: bytes_of(avals[n]))[-1:]
-        weights = set[int]().union(*map(self._last_weights, largest))
+        trace = self._trace
+        sizes = {n: bytes_of(self._split.avals[n]) for n in self._split.kept}
+        large = [n for n in sizes if sizes[n] * _TIMES > max(sizes.values())]
+        weights = set[int]().union(*map(self._last_weights, large))
         if not weights:
             return ''
         changes = [x or n in weights for n, x in enumerate(trace.changes)]
         batch = Batch(trace.data) if self._batch is not None else None
         other = split(trace.program, changes, trace.is_data, batch)
         fewer = _bytes_kept(other)
-        if fewer * _TIMES > self._kept or _share_of(other) < _LITTLE * self._share:
+        is_nothing_left = all(is_cheap(step.eqn) for step in other.early)
+        if fewer * _TIMES > self._kept or is_nothing_left:
             return ''
         names = ', '.join(sorted({repr(self._roots[n].name) for n in weights}))
         return (
-            f'{fewer:,} bytes would be kept if late ran {names}: name it in wrt= of '
+            f'{fewer:,} bytes would be kept if late read {names}: name this in wrt= of '
             'sg.precompute, and not in that of sg.grad.'
         )
 
@@ -196,10 +199,9 @@ class Report:
         steps, is_data = self._split.steps, self._trace.is_data
         for step in reversed(made_by(steps, [value])):
             weights = {*step.read()} - self._split.only_early
-            if not is_cheap(step.eqn) and step.name != 'gather':
+            if step.name in _PRODUCTS and weights:
                 weights.update(*(one.read() for one in made_by(steps, weights)))
-                if found := {n for n in weights if n < len(is_data) and not is_data[n]}:
-                    return found
+                return {n for n in weights if n < len(is_data) and not is_data[n]}
         return set()
 
     def _written(self) -> list[str]:

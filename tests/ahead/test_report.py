@@ -1,5 +1,6 @@
 """What ``print`` says of a split: what is kept, and what stands in the way."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -511,11 +512,15 @@ def test_all_count_as_trained() -> None:
 def medusa(params: Any, ids: Any) -> Any:
     """Heads on the features of a model, with a KL to its own predictions."""
     h = params['embed'][ids]
-    for _ in range(4):
-        h = jnp.tanh(h @ params['body'])
+    h = jnp.tanh(h @ params['body'])
     said = jax.nn.softmax(h @ params['lm_head']['kernel'] + params['lm_head']['bias'])
     heads = jnp.tanh(h @ params['heads'][0]) @ params['heads'][1]
     return -jnp.mean(jnp.sum(said * jax.nn.log_softmax(heads), -1))
+
+
+def of_tied_weights(fun: Any, params: Any, ids: Any) -> Any:
+    head = {'kernel': params['embed'].T, 'bias': jnp.zeros((1, 1, 50))}
+    return fun({**params, 'lm_head': head}, ids)
 
 
 def test_a_value_that_is_made_of_a_smaller_one() -> None:
@@ -531,12 +536,26 @@ def test_a_value_that_is_made_of_a_smaller_one() -> None:
     assert sorted(k.shape[-1] for k in ahead.kept) == [8, 200]
     said = [line for line in str(ahead).splitlines() if 'would be kept' in line]
     assert said == [
-        "768 bytes would be kept if late ran 'lm_head/kernel': name it in wrt= of "
+        "768 bytes would be kept if late read 'lm_head/kernel': name this in wrt= of "
         'sg.precompute, and not in that of sg.grad.'
     ]
-    smaller = sg.precompute(medusa, params, ids, wrt=['heads/**', 'lm_head/kernel'])
+    with pytest.warns(UserWarning, match='Hardly anything'):  # In so small a model.
+        smaller = sg.precompute(medusa, params, ids, wrt=['heads/**', 'lm_head/kernel'])
     assert [k.shape for k in smaller.kept] == [(4, 6, 8)]
     assert 'would be kept' not in str(smaller)
+    # A tied head has no such way out: late would run the whole model.
+    tied = functools.partial(of_tied_weights, medusa)
+    small = {**params, 'heads': [params['body'], params['embed'].T]}
+    assert 'would be kept' not in str(sg.precompute(tied, small, ids, wrt='heads/**'))
+    # Two teachers: each of them multiplies the bytes.
+    two = {**params, 'other': jax.tree.map(lambda x: x + 0.1, params['lm_head'])}
+
+    def both(params: Any, ids: Any) -> Any:
+        other = {**params, 'lm_head': params['other']}
+        return medusa(params, ids) + medusa(other, ids)
+
+    text = str(sg.precompute(both, two, ids, wrt='heads/**'))
+    assert "if late read 'lm_head/kernel', 'other/kernel': name this" in text
     right = sg.grad(medusa, wrt='heads/**')(params, ids)
     for one in ahead, smaller:
         ours = sg.grad(one.late, wrt='heads/**')(params, one.early(params, ids))
