@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,13 +15,7 @@ from flax_sg.flow.traced import holds_arrays
 from flax_sg.internals import jaxprs
 from flax_sg.internals.types import Array, Aval, Kwargs, Leaf, PyTree, TreeDef
 from flax_sg.trees.leaf_types import is_variable
-from flax_sg.trees.leaves import (
-    ABSENT,
-    Leaves,
-    is_absent,
-    is_whole,
-    leaves_of,
-)
+from flax_sg.trees.leaves import ABSENT, Leaves, is_absent, is_whole, leaves_of
 
 # A position, or the name of an argument that is given by name.
 Name: TypeAlias = int | str
@@ -66,7 +59,7 @@ class Argument(NamedTuple):
         tree: Leaves,
         inputs: dict[str, Array],
         numbers: Collection[int],
-        runs: Mapping[int, Sequence[Run]] = MappingProxyType({}),
+        runs: Mapping[int, Sequence[Run]],
     ) -> Argument:
         """Takes an argument apart, and adds its arrays to the inputs of a program.
 
@@ -87,12 +80,10 @@ class Argument(NamedTuple):
                 shape, dtype = leaf.shape[1:], leaf.dtype
                 sizes = [run.stop - run.start for run in runs[number]]
                 arrays = [jax.ShapeDtypeStruct((n, *shape), dtype) for n in sizes]
-            first = len(inputs)
+            first, where = len(inputs), argument.at(number)
             if holds_arrays(leaf) or (is_number(leaf) and number in numbers):
-                where = argument.at(number)
-                for array in arrays:
-                    unique = f'{where}, {len(inputs)}' if where in inputs else where
-                    inputs[unique] = array
+                for array in arrays:  # Two paths may have the same text.
+                    inputs[where + f', {len(inputs)}' * (where in inputs)] = array
             elif not is_absent(leaf):
                 argument.constants[number] = leaf
             argument.slots.append(tuple(range(first, len(inputs))))
@@ -112,21 +103,14 @@ class Argument(NamedTuple):
             return f'{self.name}={self.name}'
         return self.word or f'args[{self.name}]'
 
-    @property
-    def inputs(self) -> list[int]:
-        """The inputs of the program that hold its arrays."""
-        return [slot for slots in self.slots for slot in slots]
-
     def restored(self, tree: Leaves, inputs: Sequence[Array]) -> PyTree:
         """The argument with the inputs of a program for its arrays."""
         leaves: list[Any] = []
-        for number, (leaf, slots) in enumerate(
-            zip(tree.values, self.slots, strict=True)
-        ):
-            arrays = [inputs[n] for n in slots]
+        for number, leaf in enumerate(tree.values):
+            arrays = [inputs[n] for n in self.slots[number]]
             if number in self.runs:
                 leaf = jnp.concatenate(arrays)
-            elif slots:
+            elif arrays:
                 leaf = jax.tree.unflatten(jax.tree.structure(leaf), arrays)
             leaves.append(leaf)
         return tree.restore(leaves)
@@ -154,13 +138,12 @@ class Argument(NamedTuple):
             if number in self.runs:
                 arrays = [leaf[run.start : run.stop] for run in self.runs[number]]
             for slot, array in zip(self.slots[number], arrays, strict=True):
-                if type(array) is int and jnp.issubdtype(
-                    avals[slot].dtype, jnp.inexact
-                ):
+                dtype = avals[slot].dtype
+                if type(array) is int and jnp.issubdtype(dtype, jnp.inexact):
                     array = float(array)  # min(1, step / k)
                 check(self.at(number), array, avals[slot])
                 is_array = hasattr(array, 'dtype')
-                yield slot, array if is_array else jnp.asarray(array, avals[slot].dtype)
+                yield slot, array if is_array else jnp.asarray(array, dtype)
 
     def _leaves(self, argument: PyTree) -> list[Any]:
         tree = leaves_of(argument)
@@ -212,13 +195,11 @@ class Argument(NamedTuple):
         except Exception:  # A class of the user may compare in any way.
             is_same = False
         if not is_same:
-            advice = 'Call sg.precompute again'
-            if is_number(traced):
-                advice = 'Give an array. Numbers of arguments in each= may change, too'
+            advice = 'Give an array. Numbers of arguments in each= may change, too.'
             raise errors.ArgumentTypeError(
                 f'{self.at(number)} is {shown(leaf)}, and was {shown(traced)} when '
                 'precompute traced the function: it is a constant of the split.\n'
-                f'{advice}.'
+                f'{advice if is_number(traced) else "Call sg.precompute again."}'
             )
 
     def at(self, number: int) -> str:
@@ -298,16 +279,13 @@ def named_in(
     names = [each] if isinstance(each, (int, str)) else [*each]
     named: list[Name] = []
     for name in names:
-        if isinstance(name, int) and -count <= name < count:
-            named.append(name % count)
-        elif name in kwargs:
-            named.append(name)
-        else:
+        if name not in (*range(-count, count), *kwargs):
             raise errors.ArgumentTypeError(
                 f'each={each!r} names {name!r}, and fun gets {count} arguments'
                 f'{" and " + ", ".join(kwargs) if kwargs else ""}.\n'
                 'Give positions, counted from 0, or names of keyword arguments.'
             )
+        named.append(name % count if isinstance(name, int) else name)
         if named[-1] in own:
             raise errors.ArgumentTypeError(
                 f'each={each!r} names argument {name}, which holds the parameters.\n'

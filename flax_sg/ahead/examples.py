@@ -198,15 +198,16 @@ def _no_axis(
     where: str, aval: Aval, count: int, data: Iterable[tuple[str, Aval]]
 ) -> errors.ArgumentTypeError:
     """The error for data without an axis of that many examples."""
-    of = 'two or more examples' if count < 2 else f'{count} examples'
-    beside = [f'{name} is {x.str_short()}' for name, x in data if name != where]
+    of, beside = 'two or more examples', ''
+    if count > 1:
+        name, first = next(x for x in data if x[1].shape[:1] == (count,))
+        of, beside = f'{count} examples', f', as {name} is {first.str_short()}'
     advice = (
         'With examples=True, the first axis of each array of data is that of the '
         'examples. If they are along another axis, move it to the front.\n'
     )
     return errors.ArgumentTypeError(
-        f'{where} is {aval.str_short()}, and has no axis of {of} in front'
-        f'{", as " + beside[0] if len(beside) == 1 else ""}.\n'
+        f'{where} is {aval.str_short()}, and has no axis of {of} in front{beside}.\n'
         f'{advice if aval.shape else ""}'
         'Name an argument that is the same for all batches in argnums=: late takes it, '
         'too. Name a key in each=.'

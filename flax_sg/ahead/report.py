@@ -52,9 +52,7 @@ class Report:
         makers, cells = makers_of(self._split.steps), list[list[str]]()
         for number in self._split.kept:
             aval, step = self._split.avals[number], makers.get(number)
-            maker = (
-                f'{jaxprs.operation(step.eqn)} at {step.source}' if step else 'an input'
-            )
+            maker = step.described if step else 'an input'
             cells.append([aval.str_short(), f'{bytes_of(aval):,}', maker])
         head = ['kept', 'bytes', 'made by']
         table = [text.table(head, cells, ['bytes']), ''] if cells else []
@@ -70,23 +68,19 @@ class Report:
             f'done once; {self._kept:,} bytes are kept{of_data}.{counted}'
         )
         yield self._larger()
-        if not self._names_trained:
-            yield _ALL_TRAINED
+        yield '' if self._names_trained else _ALL_TRAINED
         yield from map(str, self._obstacles[:_SHOWN])
         if len(self._obstacles) > _SHOWN:
             yield f'So are {len(self._obstacles) - _SHOWN} others.'
         yield from dict.fromkeys(
             _without_dropout(row) for row in self._obstacles if row.is_dropout
         )
-        for name in self._written():
-            yield (
-                f'{name} is written by the function. What is computed once reads the '
-                'value that early gets.'
-            )
-        if self._written():
-            yield (
-                'To go on from step to step, it needs an argument of its own in each=.'
-            )
+        said = 'is written by the function. What is computed once reads the value that'
+        yield from (
+            written := [f'{name} {said} early gets.' for name in self._written()]
+        )
+        go_on = 'To go on from step to step, it needs an argument of its own in each=.'
+        yield go_on if written else ''
         yield self._of_the_batch()
 
     def check_apart(self) -> None:
@@ -162,8 +156,7 @@ class Report:
                 roots.update(dict.fromkeys(written & {*slots}, state))
         for step in self._split.late:
             if jaxprs.has_effect(step.eqn):
-                root = Root(f'{jaxprs.operation(step.eqn)} at {step.source}', 'effect')
-                roots.update(dict.fromkeys(step.outs, root))
+                roots.update(dict.fromkeys(step.outs, Root(step.described, 'effect')))
         return roots
 
     @functools.cached_property

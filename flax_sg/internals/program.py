@@ -80,6 +80,11 @@ class Step:
         """The line of the user."""
         return self.site.source(self.eqn)
 
+    @property
+    def described(self) -> str:
+        """What it does, and the line of the user."""
+        return f'{jaxprs.operation(self.eqn)} at {self.source}'
+
     def read(self) -> list[int]:
         """The values that it reads, without constants."""
         return numbers_in(self.ins)
