@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from flax_sg import errors
+from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
 from flax_sg.flow.traced import holds_arrays
 from flax_sg.internals import jaxprs
@@ -57,9 +60,8 @@ class Argument(NamedTuple):
         name: Name,
         word: str,
         tree: Leaves,
+        takes: Sequence[Any],
         inputs: dict[str, Array],
-        numbers: Collection[int],
-        runs: Mapping[int, Sequence[Run]],
     ) -> Argument:
         """Takes an argument apart, and adds its arrays to the inputs of a program.
 
@@ -67,13 +69,14 @@ class Argument(NamedTuple):
             name: its position or its name.
             word: its name in the signature.
             tree: its leaves.
+            takes: for each leaf whether it changes, or which part of it. Of numbers of
+                Python these are traced, and those in a Variable of NNX, which the
+                function may write. Others are constants.
             inputs: the inputs so far, by what an error of JAX calls them.
-            numbers: which leaves may be numbers of Python that are traced. Others are
-                constants.
-            runs: for leaves of which some rows are trained the runs of rows.
         """
-        paths = [*map(str, tree.paths)]
+        paths, runs = [*map(str, tree.paths)], _runs_in(tree, takes)
         argument = cls(name, word, tree.treedef, paths, [], {}, runs)
+        holders = argument.holders(tree.tree)
         for number, leaf in enumerate(tree.values):
             arrays = jax.tree.leaves(leaf)
             if number in runs:
@@ -81,9 +84,12 @@ class Argument(NamedTuple):
                 sizes = [run.stop - run.start for run in runs[number]]
                 arrays = [jax.ShapeDtypeStruct((n, *shape), dtype) for n in sizes]
             first, where = len(inputs), argument.at(number)
-            if holds_arrays(leaf) or (is_number(leaf) and number in numbers):
+            is_new = takes[number] is not False or is_variable(holders[number])
+            if holds_arrays(leaf) or (is_number(leaf) and is_new):
                 for array in arrays:  # Two paths may have the same text.
-                    inputs[where + f', {len(inputs)}' * (where in inputs)] = array
+                    inputs[f'{where}, {len(inputs)}' if where in inputs else where] = (
+                        array
+                    )
             elif not is_absent(leaf):
                 argument.constants[number] = leaf
             argument.slots.append(tuple(range(first, len(inputs))))
@@ -102,6 +108,17 @@ class Argument(NamedTuple):
         if isinstance(self.name, str):
             return f'{self.name}={self.name}'
         return self.word or f'args[{self.name}]'
+
+    def new(self, takes: Sequence[Any]) -> Iterator[int]:
+        """Yields the inputs of the program that hold what changes, runs of rows apart.
+
+        Args:
+            takes: as for ``of``.
+        """
+        for n, (slots, take) in enumerate(zip(self.slots, takes, strict=True)):
+            are_trained = [run.is_trained for run in self.runs.get(n, ())]
+            are_new = are_trained or [take is not False] * len(slots)
+            yield from itertools.compress(slots, are_new)
 
     def restored(self, tree: Leaves, inputs: Sequence[Array]) -> PyTree:
         """The argument with the inputs of a program for its arrays."""
@@ -208,6 +225,24 @@ class Argument(NamedTuple):
         if path:
             return f'{path} in {self.title}'
         return self.title.replace('argument', 'Argument')
+
+
+def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
+    """For each leaf of which some rows are trained the runs of its rows."""
+    runs_of: dict[int, list[Run]] = {}
+    for n, (take, (path, leaf)) in enumerate(zip(takes, tree, strict=True)):
+        shape = jnp.shape(leaf) if isinstance(take, filters.Part) else ()
+        mask = None
+        with contextlib.suppress(errors.PartError):  # Where a program tells which.
+            mask = take.mask(shape, path) if shape else None
+        if mask is None:
+            continue
+        trained = np.asarray(mask.any(tuple(range(1, len(shape)))))
+        ends = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+        if len(ends) > 2:
+            pairs = itertools.pairwise(ends)
+            runs_of[n] = [Run(*pair, bool(trained[pair[0]])) for pair in pairs]
+    return runs_of
 
 
 def words_of(fun: Callable[..., Any], count: int) -> list[str]:

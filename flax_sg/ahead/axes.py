@@ -129,10 +129,8 @@ def _whole(params: Params, ins: list[Shape], out: Shape) -> Axes:
 
 
 def _tile(params: Params, ins: list[Shape], out: Shape) -> Axes:
-    pairs = enumerate(zip(params['reps'], ins[0], strict=True))
-    return [
-        ((0, j),) if n == 1 else () if size == 1 else None for j, (n, size) in pairs
-    ]
+    reps = enumerate(zip(params['reps'], ins[0], strict=True))
+    return [((0, j),) if n == 1 else () if size == 1 else None for j, (n, size) in reps]
 
 
 def _stack(params: Params, ins: list[Shape], out: Shape) -> Axes:

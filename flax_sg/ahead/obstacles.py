@@ -171,9 +171,8 @@ class _Search:
                 self.found.setdefault(Obstacle(name, Root(name, 'each'), step.source))
         # Of several reasons the one that enters first.
         reason = min(entries, key=lambda n: (entries[n], n))
-        entry = step
-        if entries[reason] < math.inf:
-            entry = self.split.late[int(entries[reason])]
+        number = entries[reason]
+        entry = self.split.late[int(number)] if number < math.inf else step
         is_dropout = self._is_dropout(entry)
         for weight in sorted(weights - self.split.changing):
             one = _obstacle(self.roots[weight], self.roots[reason], entry.source)

@@ -40,7 +40,7 @@ class Precomputed:
     _trace: Trace
     _split: Split
     _batch: Batch | None
-    _names_trained: bool
+    _report: Report
 
     @property
     def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -69,10 +69,9 @@ class Precomputed:
             for path, inputs in zip(paths, slots, strict=True):
                 where, names = path.place
                 # Late has the arguments with parameters first.
-                place = (
-                    where,
-                    (str(k), *names[1:]) if self._trace.has_positions else names,
-                )
+                if self._trace.has_positions:
+                    names = str(k), *names[1:]
+                place = where, names
                 known.add(place)
                 places_read.update(() if read.isdisjoint(inputs) else {place})
         return filters.Derived(frozenset(places_read), frozenset(known), 'ahead.reads')
@@ -110,9 +109,8 @@ class Precomputed:
         for slot in values.keys() & self._trace.data.keys():
             if slot in self._split.kept or not isinstance(values[slot], jax.Array):
                 values[slot] = jnp.array(values[slot])
-        return self._in_front(
-            self._run('early', self._split.early, values, self._split.kept)
-        )
+        kept = self._run('early', self._split.early, values, self._split.kept)
+        return self._in_front(kept)
 
     def late(self, *args: Any, **kwargs: Any) -> PyTree:
         """The function, of its parameters, what is kept, and what is in ``each=``.
@@ -151,10 +149,6 @@ class Precomputed:
 
     def __str__(self) -> str:
         return str(self._report)
-
-    @property
-    def _report(self) -> Report:
-        return Report(self._trace, self._split, self._batch, self._names_trained)
 
     def __repr__(self) -> str:
         kept = ', '.join(self._split.avals[n].str_short() for n in self._split.kept)
@@ -307,10 +301,9 @@ def precompute(
     trace = traced(fun, args, kwargs, argnums, wrt, each)
     batch = Batch(trace.data) if examples else None
     parts = split(trace.program, trace.changes, trace.is_data, batch)
-    precomputed = Precomputed(trace, parts, batch, not isinstance(wrt, Declared))
-    report = precomputed._report
+    report = Report(trace, parts, batch, not isinstance(wrt, Declared))
     report.check_apart()
     for line in (report.lost(describe(fun)), report.worth()):
         if line:
             warnings.warn(line, stacklevel=2)
-    return precomputed
+    return Precomputed(trace, parts, batch, report)

@@ -12,7 +12,7 @@ from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
 from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Trace
 from flax_sg.internals import jaxprs, primitives
-from flax_sg.internals.program import Value, made_by, makers_of
+from flax_sg.internals.program import made_by, makers_of, numbers_in
 from flax_sg.rendering import text
 
 _PRODUCTS = primitives.names_of(primitives.Kind.PRODUCT)
@@ -44,9 +44,8 @@ class Report:
         self._share = _share_of(split)
         self._kept = _bytes_kept(split)
         self._data = sum(bytes_of(aval) for _, aval in trace.data.values())
-        self._has_while = [
-            has_while(step.eqn for step in steps) for steps in (split.early, split.late)
-        ]
+        self._may_be_more = has_while(step.eqn for step in split.early)
+        self._may_be_less = has_while(step.eqn for step in split.late)
 
     def __str__(self) -> str:
         makers, cells = makers_of(self._split.steps), list[list[str]]()
@@ -60,12 +59,15 @@ class Report:
 
     def _said(self) -> Iterator[str]:
         """What stands below the table."""
-        bound = {(True, False): ' at least', (False, True): ' at most'}
-        counted = ' A while loop counts one turn.' if any(self._has_while) else ''
+        bound, counted = '', ''
+        if self._may_be_more or self._may_be_less:
+            counted = ' A while loop counts one turn.'
+        if self._may_be_more != self._may_be_less:
+            bound = ' at least' if self._may_be_more else ' at most'
         of_data = f', for {self._data:,} bytes of data' if self._data else ''
         yield (
-            f'{self._share:.1%} of the flops{bound.get((*self._has_while,), "")} are '
-            f'done once; {self._kept:,} bytes are kept{of_data}.{counted}'
+            f'{self._share:.1%} of the flops{bound} are done once; '
+            f'{self._kept:,} bytes are kept{of_data}.{counted}'
         )
         yield self._larger()
         yield '' if self._names_trained else _ALL_TRAINED
@@ -127,7 +129,7 @@ class Report:
                 'Nothing is computed once: all that costs something reads what changes'
                 f'{no_example}.\n{self}'
             )
-        if self._has_while[0]:  # Its turns are not known.
+        if self._may_be_more:
             return ''
         done = f'{self._share:.1%} of the flops are done once'
         much = max(_KILOBYTES, _TIMES * self._data)
@@ -208,11 +210,10 @@ class Report:
         for argument in self._trace.arguments.values():
             paths = self._trace.own.get(argument.name, [])
             states = [path.collection for path in paths] or [''] * len(argument.paths)
+            of_leaves = zip(states, argument.paths, argument.slots, strict=True)
             leaves = [
                 (state, path, slot, self._output_for(slot, path))
-                for state, path, slots in zip(
-                    states, argument.paths, argument.slots, strict=True
-                )
+                for state, path, slots in of_leaves
                 for slot in slots
             ]
             stay = {state for state, _, _, output in leaves if output is None}
@@ -223,17 +224,13 @@ class Report:
             ]
         return [*dict.fromkeys(found)]
 
-    def _output_for(self, slot: int, path: str) -> Value | None:
+    def _output_for(self, slot: int, path: str) -> int | None:
         """The output with the path and the shape of an input; None if there is none."""
-        avals = self._split.avals
         pairs = zip(self._trace.outputs, self._split.outputs, strict=True)
-        same = (
-            value
-            for name, value in pairs
-            if path and f'/{name}'.endswith(f'/{path}') and isinstance(value, int)
-            if avals[value].shape == avals[slot].shape
-        )
-        return next(same, None)
+        avals = self._split.avals
+        same = (x for name, x in pairs if path and f'/{name}'.endswith(f'/{path}'))
+        of_shape = (x for x in numbers_in(same) if avals[x].shape == avals[slot].shape)
+        return next(of_shape, None)
 
     def _of_the_batch(self) -> str:
         """Says that what is kept are not single examples; empty if they may be."""
@@ -266,9 +263,7 @@ _ALL_TRAINED = (
 
 def _share_of(split: Split) -> float:
     """The share of the flops that is done once."""
-    early, late = (
-        flops_of(step.eqn for step in steps) for steps in (split.early, split.late)
-    )
+    early, late = (flops_of(step.eqn for step in x) for x in (split.early, split.late))
     return early / (early + late) if early + late else 0.0
 
 

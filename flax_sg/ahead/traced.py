@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen
 from jax.extend.core import ClosedJaxpr
 
 from flax_sg import errors, filters
-from flax_sg.ahead.arguments import (
-    Argument,
-    Name,
-    Run,
-    check_keywords,
-    named_in,
-    words_of,
-)
+from flax_sg.ahead.arguments import Argument, Name, check_keywords, named_in, words_of
 from flax_sg.ahead.writes import Watch, Write, changed_by
 from flax_sg.filters.paths import Path
 from flax_sg.internals import partial
 from flax_sg.internals.types import Array, Aval, Kwargs, TreeDef
-from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import Declared, chosen
 
@@ -52,7 +40,7 @@ class Trace(NamedTuple):
 
     program: ClosedJaxpr
     arguments: dict[Name, Argument]
-    own: dict[int, list[Path]]
+    own: Mapping[Name, list[Path]]
     has_positions: bool
     each: tuple[Name, ...]
     changes: list[bool]
@@ -109,19 +97,7 @@ def traced(
     words: dict[Name, str] = dict(enumerate(words_of(run, len(args))))
     inputs: OrderedDict[str, Array] = OrderedDict()
     arguments = {
-        name: Argument.of(
-            name,
-            words.get(name, ''),
-            tree,
-            inputs,
-            # The function may write what is in a Variable of NNX.
-            numbers=[
-                n
-                for n, take in enumerate(takes[name])
-                if take is not False or (name in own and _has_variables(tree))
-            ],
-            runs=_runs_in(tree, takes[name]),
-        )
+        name: Argument.of(name, words.get(name, ''), tree, takes[name], inputs)
         for name, tree in trees.items()
     }
     program, treedef, outputs, writes = _program_of(
@@ -133,7 +109,7 @@ def traced(
     written = [n for _, places in changed for n in places]
     jaxpr = program.jaxpr
     asked = [jaxpr.outvars[n] for n in (*range(len(outputs)), *written)]
-    new = {slot for name in trees for slot in _new_in(arguments[name], takes[name])}
+    new = {slot for name in trees for slot in arguments[name].new(takes[name])}
     new.update(slot for write, _ in changed for slot in write.slots)
     return Trace(
         program=partial.without_dead(
@@ -199,33 +175,3 @@ def _unbound(error: NameError) -> Exception:
         'def early(params, x): return sg.precompute(loss, params, x, ...)'
         '.early(params, x)'
     )
-
-
-def _has_variables(tree: Leaves) -> bool:
-    return any(map(is_variable, jax.tree.leaves(tree.tree, is_leaf=is_variable)))
-
-
-def _new_in(argument: Argument, takes: Sequence[Any]) -> Iterator[int]:
-    """Yields the inputs of the program that hold what changes, runs of rows apart."""
-    for n, (slots, take) in enumerate(zip(argument.slots, takes, strict=True)):
-        are_trained = [run.is_trained for run in argument.runs.get(n, ())]
-        are_new = are_trained or [take is not False] * len(slots)
-        yield from itertools.compress(slots, are_new)
-
-
-def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
-    """For each leaf of which some rows are trained the runs of its rows."""
-    runs_of: dict[int, list[Run]] = {}
-    for n, (take, (path, leaf)) in enumerate(zip(takes, tree, strict=True)):
-        shape = jnp.shape(leaf) if isinstance(take, filters.Part) else ()
-        mask = None
-        with contextlib.suppress(errors.PartError):  # Where a program tells which.
-            mask = take.mask(shape, path) if shape else None
-        if mask is None:
-            continue
-        trained = np.asarray(mask.any(tuple(range(1, len(shape)))))
-        ends = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
-        if len(ends) > 2:
-            pairs = itertools.pairwise(ends)
-            runs_of[n] = [Run(*pair, bool(trained[pair[0]])) for pair in pairs]
-    return runs_of

@@ -42,8 +42,9 @@ class Site(NamedTuple):
         """Whether an equation of the body is of a backward pass in the program."""
         if 'transpose(' in jaxprs.name_stack_of(eqn):
             return True
-        is_call = self.call is not None and self.outer is not None
-        return is_call and self.outer.is_backward(self.call)
+        if self.call is None or self.outer is None:
+            return False
+        return self.outer.is_backward(self.call)
 
     def function(self) -> str:
         """The innermost jitted function that has the body in it, see ``frames_of``."""
