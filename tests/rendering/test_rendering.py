@@ -9,6 +9,7 @@ import pytest
 from flax_sg import Path
 from flax_sg.filters import Glob
 from flax_sg.flow.report import WORDS
+from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Row
 from flax_sg.rendering.text import repeated
 from tests.helpers.reports import LOSSES, report
@@ -205,3 +206,35 @@ def test_long_names_and_many_outputs_fit(monkeypatch, tmp_path):
     _, pixels = drawn(monkeypatch, tmp_path / 'flow.png', flow)
     assert_inside(pixels)
     assert 2000 < pixels.shape[1] <= 6100
+
+
+def test_a_table_takes_80_columns() -> None:
+    """Long cells go on in the next line, behind a '/' or a space; numbers stay."""
+    names = ['encoder/blocks_0/attention/query/kernel', 'head/kernel']
+    lines = [
+        'dot_general at transformer.py:123 (Attention.__call__.<locals>.inner)',
+        '-',
+    ]
+    rows = [[n, '1,234', line] for n, line in zip(names, lines, strict=True)]
+    shown = text.table(['path', 'bytes', 'made by'], rows, ['bytes']).splitlines()
+    assert max(map(text.width, shown)) <= 80
+    assert shown[2:] == [
+        'encoder/blocks_0/attention/query/    1,234   dot_general at transformer.py:123',
+        'kernel                                       (Attention.__call__.<locals>.f)',
+        'head/kernel                          1,234   -',
+    ]
+    # What has no such place is cut; wide letters take two columns.
+    for cell in 'x' * 300, '\u5b57' * 100:
+        shown = text.table(['path', 'b'], [[cell, 'c' * 100]]).splitlines()
+        assert max(map(text.width, shown)) <= 80
+        assert ''.join(''.join(shown[2:]).split()).count(cell[0]) == len(cell)
+
+
+def test_many_columns_are_several_tables() -> None:
+    """Each has the first column, also if that is long."""
+    head = ['', *(f'output_{n}' for n in range(12))]
+    rows = [['a/long/name/' * 8, *['trains'] * 12], ['b', *['-'] * 12]]
+    shown = text.table(head, rows, in_blocks=True)
+    assert max(map(text.width, shown.splitlines())) <= 80
+    assert shown.count('\nb ') == 4
+    assert shown.count('trains') == 12
