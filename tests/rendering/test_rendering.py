@@ -210,18 +210,20 @@ def test_long_names_and_many_outputs_fit(monkeypatch, tmp_path):
 
 def test_a_table_takes_80_columns() -> None:
     """Long cells go on in the next line, behind a '/' or a space; numbers stay."""
-    names = ['encoder/blocks_0/attention/query/kernel', 'head/kernel']
-    lines = [
-        'dot_general at transformer.py:123 (Attention.__call__.<locals>.inner)',
-        '-',
+    rows = [
+        [
+            'encoder/blocks_0/attention/query/w',
+            '1,234',
+            'tanh at net.py:12 (A.__call__)',
+        ],
+        ['head/kernel', '8', 'dot_general at network.py:123 (Attention.__call__.f.g)'],
     ]
-    rows = [[n, '1,234', line] for n, line in zip(names, lines, strict=True)]
     shown = text.table(['path', 'bytes', 'made by'], rows, ['bytes']).splitlines()
     assert max(map(text.width, shown)) <= 80
     assert shown[2:] == [
-        'encoder/blocks_0/attention/query/    1,234   dot_general at transformer.py:123',
-        'kernel                                       (Attention.__call__.<locals>.f)',
-        'head/kernel                          1,234   -',
+        'encoder/blocks_0/attention/query/w   1,234   tanh at net.py:12 (A.__call__)',
+        'head/kernel                              8   dot_general at network.py:123',
+        '                                             (Attention.__call__.f.g)',
     ]
     # What has no such place is cut; wide letters take two columns.
     for cell in 'x' * 300, '\u5b57' * 100:
