@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,17 +81,14 @@ def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
     return [*search.found]
 
 
-# For each root that a value depends on the number of the step where it has met, on its
-# way to the value, what does not change; infinity if it has met nothing yet.
-_Entries: TypeAlias = dict[int, float]
-
-
 class _Search:
     """Follows weights, and what changes, through the steps of late.
 
     Attributes:
         found: the obstacles, in order.
-        entries: for each value that changes the roots that it depends on.
+        reasons: for each value that changes the roots that it depends on.
+        entries: for each of them that has met, on its way, what does not change: the
+            number of the step where it first did, and the root that did.
         weights: for each value that is made of weights at no cost what these are:
             frozen parameters, and arguments in ``each=``.
         drawn: values that are drawn, and depend on no data yet.
@@ -102,9 +98,8 @@ class _Search:
     def __init__(self, split: Split, roots: Mapping[int, Root]) -> None:
         self.split, self.roots = split, roots
         self.found: dict[Obstacle, None] = {}
-        self.entries: dict[int, _Entries] = {
-            n: {n: math.inf} for n in roots if n in split.changing
-        }
+        self.reasons = {n: {n} for n in roots if n in split.changing}
+        self.entries: dict[int, tuple[int, int]] = {}
         self.weights = {n: {n} for n in roots if self._is_weight(n)}
         self.drawn, self.alike = set[int](), set[int]()
         self.makers = makers_of(split.steps)
@@ -121,34 +116,33 @@ class _Search:
     def follow(self, number: int, step: Step) -> None:
         """Follows them through the next step."""
         read, only_early = step.read(), self.split.only_early
-        entries = self._entries(number, step)
-        weights = set[int]().union(*(self.weights.get(n, ()) for n in read))
+        # An operation that mixes examples is a reason itself.
+        reasons = _union(self.reasons, (*read, *step.outs))
+        weights = _union(self.weights, read)
         is_fixed = only_early.isdisjoint(read) and self.alike.isdisjoint(read)
-        if is_cheap(step.eqn) and is_fixed and entries.keys() <= weights and weights:
+        if is_cheap(step.eqn) and is_fixed and reasons <= weights and weights:
             self.weights.update(dict.fromkeys(step.outs, weights))
-        if not entries:
+        if not reasons:
             self._alike(step, weights)
             return
-        self.entries.update(dict.fromkeys(step.outs, entries))
+        entry = self._entry(number, step, reasons)
+        self.reasons.update(dict.fromkeys(step.outs, reasons))
         is_drawn = not self.drawn.isdisjoint(read) and only_early.isdisjoint(read)
         if step.name == 'random_bits' or is_drawn:
             self.drawn.update(step.outs)
         if not is_cheap(step.eqn):
-            self._add(step, entries, weights)
+            self._add(step, reasons, weights, entry)
 
-    def _entries(self, number: int, step: Step) -> _Entries:
-        """The roots of what a step makes, and where each has entered on its way."""
-        read, entries = step.read(), _Entries()
-        # An operation that mixes examples is a reason itself.
-        for n in (*read, *step.outs):
-            for root, entry in self.entries.get(n, {}).items():
-                entries[root] = min(entry, entries.get(root, math.inf))
-        for n in read:
-            is_met = n in self.entries or n in self.split.only_early or n in self.alike
-            for root in entries.keys() - self.entries.get(n, {}).keys():
-                if is_met:
-                    entries[root] = min(number, entries[root])
-        return entries
+    def _entry(self, number: int, step: Step, reasons: set[int]) -> tuple[int, int]:
+        """The first entry on the ways to what a step makes; by default the step."""
+        entries = [self.entries[n] for n in step.read() if n in self.entries]
+        for n in step.read():
+            if n in self.reasons or n in self.split.only_early or n in self.alike:
+                met = reasons - self.reasons.get(n, set())
+                entries += [(number, min(met))] if met else []
+        if entries:
+            self.entries.update(dict.fromkeys(step.outs, min(entries)))
+        return min(entries, default=(number, min(reasons)))
 
     def _alike(self, step: Step, weights: set[int]) -> None:
         """Follows them through a step that changes nothing."""
@@ -163,19 +157,22 @@ class _Search:
         if is_costly or not self.alike.isdisjoint(step.read()):
             self.alike.update(step.outs)
 
-    def _add(self, step: Step, entries: _Entries, weights: set[int]) -> None:
+    def _add(
+        self,
+        step: Step,
+        reasons: set[int],
+        weights: set[int],
+        entry: tuple[int, int],
+    ) -> None:
         """The obstacles in a step that costs something, and reads what changes."""
-        names = {self.roots[n].name for n in weights & entries.keys()}
-        if names and {self.roots[n].name for n in entries} <= names:
+        names = {self.roots[n].name for n in weights & reasons}
+        if names and {self.roots[n].name for n in reasons} <= names:
             for name in sorted(names):
                 self.found.setdefault(Obstacle(name, Root(name, 'each'), step.source))
-        # Of several reasons the one that enters first.
-        reason = min(entries, key=lambda n: (entries[n], n))
-        number = entries[reason]
-        entry = self.split.late[int(number)] if number < math.inf else step
-        is_dropout = self._is_dropout(entry)
+        start, reason = self.split.late[entry[0]], self.roots[entry[1]]
+        is_dropout = self._is_dropout(start)
         for weight in sorted(weights - self.split.changing):
-            one = _obstacle(self.roots[weight], self.roots[reason], entry.source)
+            one = _obstacle(self.roots[weight], reason, start.source)
             one = one._replace(is_dropout=is_dropout)
             if one not in self.found:
                 is_backward = step.site.is_backward(step.eqn)
@@ -194,6 +191,10 @@ class _Search:
         if step is None or step.name != 'broadcast_in_dim':
             return False
         return all(map(self._is_zero, step.ins))
+
+
+def _union(sets: Mapping[int, set[int]], numbers: Iterable[int]) -> set[int]:
+    return set[int]().union(*(sets.get(n, ()) for n in numbers))
 
 
 def _obstacle(weight: Root, reason: Root, line: str) -> Obstacle:
