@@ -55,7 +55,8 @@ class Report:
             cells.append([aval.str_short(), f'{bytes_of(aval):,}', maker])
         head = ['kept', 'bytes', 'made by']
         table = [text.table(head, cells, ['bytes']), ''] if cells else []
-        return '\n'.join([*table, *filter(None, self._said())])
+        lines = (line for part in self._said() for line in part.splitlines())
+        return '\n'.join([*table, *map(text.wrapped, lines)])
 
     def _said(self) -> Iterator[str]:
         """What stands below the table."""
@@ -78,11 +79,12 @@ class Report:
             _without_dropout(row) for row in self._obstacles if row.is_dropout
         )
         said = 'is written by the function. What is computed once reads the value that'
-        yield from (
-            written := [f'{name} {said} early gets.' for name in self._written()]
-        )
-        go_on = 'To go on from step to step, it needs an argument of its own in each=.'
-        yield go_on if written else ''
+        written = [f'{name} {said} early gets.' for name in self._written()]
+        yield from written
+        if written:
+            yield (
+                'To go on from step to step, it needs an argument of its own in each=.'
+            )
         yield self._of_the_batch()
 
     def check_apart(self) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from flax_sg.errors.texts import unknown_choice
 
 WIDTH = 80
-"""How many columns of a terminal a table takes."""
+"""How many columns of a terminal a report takes."""
 
 
 def table(
@@ -83,6 +84,17 @@ def _in_lines(cell: str, most: int) -> list[str]:
                 lines.append('')
             lines[-1] += piece
     return lines
+
+
+def wrapped(line: str, indent: int = 0) -> str:
+    """A sentence below a table, in lines of 80 columns. No word is cut."""
+    return textwrap.fill(
+        line,
+        WIDTH,
+        subsequent_indent=' ' * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def width(text: str) -> int:

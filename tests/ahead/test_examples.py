@@ -433,7 +433,7 @@ def test_tokens_that_are_merged_on_a_mesh_of_explicit_axes() -> None:
         y = jnp.tanh(x.reshape(8, 20) @ jnp.tile(params['body'], (5, 1)))
         return jnp.mean((y.reshape(8, 2, 2) @ params['head'][:2]) ** 2)
 
-    with jax.sharding.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         x = jax.device_put(jnp.sin(jnp.arange(160.0)).reshape(8, 5, 4), spec)
         for fun in merged, moved, apart:
             ahead = sg.precompute(fun, params, x, wrt='head', examples=True)
