@@ -76,7 +76,7 @@ class Figures:
 def measured(case: stored.Case, effort: Effort) -> Figures:
     """Returns what a step costs."""
     with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'Nothing is computed once')
+        warnings.filterwarnings('ignore', '.* is computed once')
         ahead = case.precomputed()
     own, others = case.parts
     kept = jax.jit(ahead.early)(case.params, *case.data)

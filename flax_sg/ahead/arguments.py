@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from types import MappingProxyType
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from flax_sg import errors
+from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
 from flax_sg.flow.traced import holds_arrays
 from flax_sg.internals import jaxprs
 from flax_sg.internals.types import Array, Aval, Kwargs, Leaf, PyTree, TreeDef
 from flax_sg.trees.leaf_types import is_variable
-from flax_sg.trees.leaves import (
-    ABSENT,
-    Leaves,
-    is_absent,
-    is_whole,
-    leaves_of,
-)
+from flax_sg.trees.leaves import ABSENT, Leaves, is_absent, is_whole, leaves_of
 
 # A position, or the name of an argument that is given by name.
 Name: TypeAlias = int | str
@@ -64,9 +60,8 @@ class Argument(NamedTuple):
         name: Name,
         word: str,
         tree: Leaves,
-        inputs: list[Array],
-        fixed: Set[int] = frozenset(),
-        runs: Mapping[int, Sequence[Run]] = MappingProxyType({}),
+        takes: Sequence[Any],
+        inputs: dict[str, Array],
     ) -> Argument:
         """Takes an argument apart, and adds its arrays to the inputs of a program.
 
@@ -74,26 +69,31 @@ class Argument(NamedTuple):
             name: its position or its name.
             word: its name in the signature.
             tree: its leaves.
-            inputs: the inputs so far.
-            fixed: the numbers of Python that are constants, by their number among the
-                leaves. Others are traced.
-            runs: for leaves of which some rows are trained the runs of rows.
+            takes: for each leaf whether it changes, or which part of it. Of numbers of
+                Python these are traced, and those in a Variable of NNX, which the
+                function may write. Others are constants.
+            inputs: the inputs so far, by what an error of JAX calls them.
         """
-        slots, constants = list[tuple[int, ...]](), dict[int, Any]()
+        paths, runs = [*map(str, tree.paths)], _runs_in(tree, takes)
+        argument = cls(name, word, tree.treedef, paths, [], {}, runs)
+        holders = argument.holders(tree.tree)
         for number, leaf in enumerate(tree.values):
             arrays = jax.tree.leaves(leaf)
             if number in runs:
                 shape, dtype = leaf.shape[1:], leaf.dtype
                 sizes = [run.stop - run.start for run in runs[number]]
                 arrays = [jax.ShapeDtypeStruct((n, *shape), dtype) for n in sizes]
-            slots.append(())
-            if holds_arrays(leaf) or (is_number(leaf) and number not in fixed):
-                slots[-1] = tuple(range(len(inputs), len(inputs) + len(arrays)))
-                inputs += arrays
+            first, where = len(inputs), argument.at(number)
+            is_new = takes[number] is not False or is_variable(holders[number])
+            if holds_arrays(leaf) or (is_number(leaf) and is_new):
+                for array in arrays:  # Two paths may have the same text.
+                    inputs[f'{where}, {len(inputs)}' if where in inputs else where] = (
+                        array
+                    )
             elif not is_absent(leaf):
-                constants[number] = leaf
-        paths = [*map(str, tree.paths)]
-        return cls(name, word, tree.treedef, paths, slots, constants, runs)
+                argument.constants[number] = leaf
+            argument.slots.append(tuple(range(first, len(inputs))))
+        return argument
 
     @property
     def title(self) -> str:
@@ -109,21 +109,25 @@ class Argument(NamedTuple):
             return f'{self.name}={self.name}'
         return self.word or f'args[{self.name}]'
 
-    @property
-    def inputs(self) -> list[int]:
-        """The inputs of the program that hold its arrays."""
-        return [slot for slots in self.slots for slot in slots]
+    def new(self, takes: Sequence[Any]) -> Iterator[int]:
+        """Yields the inputs of the program that hold what changes, runs of rows apart.
+
+        Args:
+            takes: as for ``of``.
+        """
+        for n, (slots, take) in enumerate(zip(self.slots, takes, strict=True)):
+            are_trained = [run.is_trained for run in self.runs.get(n, ())]
+            are_new = are_trained or [take is not False] * len(slots)
+            yield from itertools.compress(slots, are_new)
 
     def restored(self, tree: Leaves, inputs: Sequence[Array]) -> PyTree:
         """The argument with the inputs of a program for its arrays."""
         leaves: list[Any] = []
-        for number, (leaf, slots) in enumerate(
-            zip(tree.values, self.slots, strict=True)
-        ):
-            arrays = [inputs[n] for n in slots]
+        for number, leaf in enumerate(tree.values):
+            arrays = [inputs[n] for n in self.slots[number]]
             if number in self.runs:
                 leaf = jnp.concatenate(arrays)
-            elif slots:
+            elif arrays:
                 leaf = jax.tree.unflatten(jax.tree.structure(leaf), arrays)
             leaves.append(leaf)
         return tree.restore(leaves)
@@ -151,13 +155,12 @@ class Argument(NamedTuple):
             if number in self.runs:
                 arrays = [leaf[run.start : run.stop] for run in self.runs[number]]
             for slot, array in zip(self.slots[number], arrays, strict=True):
-                if type(array) is int and jnp.issubdtype(
-                    avals[slot].dtype, jnp.inexact
-                ):
+                dtype = avals[slot].dtype
+                if type(array) is int and jnp.issubdtype(dtype, jnp.inexact):
                     array = float(array)  # min(1, step / k)
                 check(self.at(number), array, avals[slot])
                 is_array = hasattr(array, 'dtype')
-                yield slot, array if is_array else jnp.asarray(array, avals[slot].dtype)
+                yield slot, array if is_array else jnp.asarray(array, dtype)
 
     def _leaves(self, argument: PyTree) -> list[Any]:
         tree = leaves_of(argument)
@@ -209,10 +212,11 @@ class Argument(NamedTuple):
         except Exception:  # A class of the user may compare in any way.
             is_same = False
         if not is_same:
+            advice = 'Give an array. Numbers of arguments in each= may change, too.'
             raise errors.ArgumentTypeError(
                 f'{self.at(number)} is {shown(leaf)}, and was {shown(traced)} when '
                 'precompute traced the function: it is a constant of the split.\n'
-                'Call sg.precompute again, or give an array.'
+                f'{advice if is_number(traced) else "Call sg.precompute again."}'
             )
 
     def at(self, number: int) -> str:
@@ -221,6 +225,24 @@ class Argument(NamedTuple):
         if path:
             return f'{path} in {self.title}'
         return self.title.replace('argument', 'Argument')
+
+
+def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
+    """For each leaf of which some rows are trained the runs of its rows."""
+    runs_of: dict[int, list[Run]] = {}
+    for n, (take, (path, leaf)) in enumerate(zip(takes, tree, strict=True)):
+        shape = jnp.shape(leaf) if isinstance(take, filters.Part) else ()
+        mask = None
+        with contextlib.suppress(errors.PartError):  # Where a program tells which.
+            mask = take.mask(shape, path) if shape else None
+        if mask is None:
+            continue
+        trained = np.asarray(mask.any(tuple(range(1, len(shape)))))
+        ends = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
+        if len(ends) > 2:
+            pairs = itertools.pairwise(ends)
+            runs_of[n] = [Run(*pair, bool(trained[pair[0]])) for pair in pairs]
+    return runs_of
 
 
 def words_of(fun: Callable[..., Any], count: int) -> list[str]:
@@ -292,16 +314,13 @@ def named_in(
     names = [each] if isinstance(each, (int, str)) else [*each]
     named: list[Name] = []
     for name in names:
-        if isinstance(name, int) and -count <= name < count:
-            named.append(name % count)
-        elif name in kwargs:
-            named.append(name)
-        else:
+        if name not in (*range(-count, count), *kwargs):
             raise errors.ArgumentTypeError(
                 f'each={each!r} names {name!r}, and fun gets {count} arguments'
                 f'{" and " + ", ".join(kwargs) if kwargs else ""}.\n'
                 'Give positions, counted from 0, or names of keyword arguments.'
             )
+        named.append(name % count if isinstance(name, int) else name)
         if named[-1] in own:
             raise errors.ArgumentTypeError(
                 f'each={each!r} names argument {name}, which holds the parameters.\n'

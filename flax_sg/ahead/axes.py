@@ -1,9 +1,9 @@
 """Which axes of its operands each axis of an operation's output comes from.
 
-An axis ``(operand, axis)`` is a source of an axis of the output if row *i* of the
-output reads row *i* of this operand, and no other row of it. Operands without a source
-are read whole. ``()`` is an axis along which all rows are alike. ``None`` says that
-nothing is known: rows may be mixed, or depend on their position.
+An axis ``(operand, axis)`` is a source of an axis of the output if element *i* of the
+output along this axis reads element *i* of this operand, and no other. Operands without
+a source are read whole. ``()`` is an axis along which all is the same. ``None`` says
+that nothing is known: elements may be mixed, or depend on positions.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _whole(params: Params, ins: list[Shape], out: Shape) -> Axes:
 
 
 def _tile(params: Params, ins: list[Shape], out: Shape) -> Axes:
-    rows = enumerate(zip(params['reps'], ins[0], strict=True))
-    return [((0, j),) if n == 1 else () if size == 1 else None for j, (n, size) in rows]
+    reps = enumerate(zip(params['reps'], ins[0], strict=True))
+    return [((0, j),) if n == 1 else () if size == 1 else None for j, (n, size) in reps]
 
 
 def _stack(params: Params, ins: list[Shape], out: Shape) -> Axes:
@@ -145,15 +145,15 @@ def _updated(params: Params, ins: list[Shape], out: Shape) -> Axes:
 
 def _pad(params: Params, ins: list[Shape], out: Shape) -> Axes:
     padding = map(tuple, params['padding_config'])
-    return [((0, j),) if row == (0, 0, 0) else None for j, row in enumerate(padding)]
+    return [((0, j),) if n == (0, 0, 0) else None for j, n in enumerate(padding)]
 
 
 def _window(params: Params, ins: list[Shape], out: Shape) -> Axes:
     names = 'window_dimensions', 'window_strides', 'base_dilation', 'window_dilation'
-    rows = zip(*(params[name] for name in names), params['padding'], strict=True)
+    windows = zip(*(params[name] for name in names), params['padding'], strict=True)
     return [
-        ((0, j),) if (*row[:4], *row[4]) == (1, 1, 1, 1, 0, 0) else None
-        for j, row in enumerate(rows)
+        ((0, j),) if (*sizes, *padding) == (1, 1, 1, 1, 0, 0) else None
+        for j, (*sizes, padding) in enumerate(windows)
     ]
 
 
@@ -182,7 +182,7 @@ def _gather(params: Params, ins: list[Shape], out: Shape) -> Axes:
     batched = dict(pairs)
     left_out = {*numbers.collapsed_slice_dims, *batched.values()}
     windows = iter(axis for axis in range(len(ins[0])) if axis not in left_out)
-    rows = itertools.count()
+    indices = itertools.count()
     axes: Axes = []
     for j in range(len(out)):
         if j in numbers.offset_dims:
@@ -192,22 +192,22 @@ def _gather(params: Params, ins: list[Shape], out: Shape) -> Axes:
             )
             axes.append(((0, axis),) if is_whole else None)
         else:
-            row = next(rows)
-            of_operand = ((0, batched[row]),) if row in batched else ()
-            axes.append(((1, row), *of_operand))
+            n = next(indices)
+            of_operand = ((0, batched[n]),) if n in batched else ()
+            axes.append(((1, n), *of_operand))
     return axes
 
 
 def _scatter(params: Params, ins: list[Shape], out: Shape) -> Axes:
     numbers = params['dimension_numbers']
     windows = iter(numbers.update_window_dims)
-    rows = [j for j in range(len(ins[2])) if j not in numbers.update_window_dims]
+    indexed = [j for j in range(len(ins[2])) if j not in numbers.update_window_dims]
     batched = [*numbers.operand_batching_dims]
     axes: Axes = []
     for j, size in enumerate(out):
         if j in batched:
-            row = numbers.scatter_indices_batching_dims[batched.index(j)]
-            axes.append(((0, j), (1, row), (2, rows[row])))
+            n = numbers.scatter_indices_batching_dims[batched.index(j)]
+            axes.append(((0, j), (1, n), (2, indexed[n])))
         elif j in numbers.inserted_window_dims:
             axes.append(None)
         else:

@@ -42,6 +42,15 @@ def flops_of(eqns: Iterable[JaxprEqn]) -> float:
     return sum(map(_flops, eqns))
 
 
+def has_while(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether a ``while`` is among some equations, or in what they run."""
+    return any(
+        eqn.primitive.name == 'while'
+        or any(has_while(jaxprs.opened(body).eqns) for body in jaxprs.within(eqn))
+        for eqn in eqns
+    )
+
+
 def _flops(eqn: JaxprEqn) -> float:
     name, params = eqn.primitive.name, eqn.params
     size = sum(math.prod(type_of(var).shape) for var in eqn.outvars)

@@ -51,9 +51,11 @@ class Examples(NamedTuple):
             return array
         before, after = shape[: self.axis], shape[self.axis + 1 :]
         size = shape[self.axis] // count
-        outer = size // self.inner
-        apart = array.reshape(*before, outer, count, self.inner, *after)
-        moved = jnp.moveaxis(apart, self.axis + 1, 0)
+        # Axes of one element are left out: on a mesh of explicit axes, JAX merges an
+        # axis that is split over devices only with those behind it.
+        outer, inner = ([n] * (n > 1) for n in (size // self.inner, self.inner))
+        apart = array.reshape(*before, *outer, count, *inner, *after)
+        moved = jnp.moveaxis(apart, self.axis + (size > self.inner), 0)
         return moved.reshape(count, *before, *[size] * (size > 1), *after)
 
     def back(self, array: Array, shape: Sequence[int]) -> Array:
@@ -61,9 +63,11 @@ class Examples(NamedTuple):
         if array.shape == shape and self.axis == 0:
             return array
         before, after = shape[: self.axis], shape[self.axis + 1 :]
-        outer = shape[self.axis] // len(array) // self.inner
-        apart = array.reshape(len(array), *before, outer, self.inner, *after)
-        return jnp.moveaxis(apart, 0, self.axis + 1).reshape(shape)
+        size = shape[self.axis] // len(array)
+        within = [n for n in (size // self.inner, self.inner) if n > 1]
+        apart = array.reshape(len(array), *before, *within, *after)
+        axis = self.axis + (size > self.inner)
+        return jnp.moveaxis(apart, 0, axis).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,18 +90,18 @@ class Known(NamedTuple):
 class Joined(NamedTuple):
     """Indices of several axes, of which one is a constant: what their columns are.
 
-    As an array it is mixed. To read a row of each example it is not.
+    As an array it is mixed. To read a part of each example it is not.
     """
 
     columns: tuple[Place, ...]
     mixed: Mixed
 
 
-# What does not depend on examples: the axes along which all its rows are alike.
+# What does not depend on examples: the axes along which it is the same everywhere.
 Alike: TypeAlias = frozenset[int]
 Place: TypeAlias = Examples | Alike | Known | Joined | Mixed
 
-# Nothing depends on examples, and no rows are known to be alike.
+# Nothing depends on examples, and no axis is known to be alike.
 _NOT_KNOWN: Alike = frozenset()
 # Of several operands each output is one. A cast is elementwise, too.
 _SAME = primitives.names_of(Kind.SAME) - primitives.names_of(Kind.ELEMENTWISE)
@@ -132,11 +136,11 @@ class Batch:
                 raise _no_axis(where, aval, self.count, inputs.values())
         self.places: dict[int, Place] = dict.fromkeys(inputs, Examples())
         self.mixed: dict[int, Mixed] = {}
-        self._walk = _Walk(self.count)
+        self._follower = _Follower(self.count)
 
     def mixed_in(self, step: Step) -> list[int]:
         """The outputs of a step in which examples are mixed; notes where they are."""
-        outs = self._walk.equation(step.eqn, self._read(step.ins), step.site)
+        outs = self._follower.equation(step.eqn, self._read(step.ins), step.site)
         self.places.update(zip(step.outs, outs, strict=True))
         mixed = {n: x for n, x in zip(step.outs, outs, strict=True) if _is_mixed(x)}
         self.mixed.update(mixed)
@@ -146,12 +150,12 @@ class Batch:
         self, eqn: JaxprEqn, read: Sequence[Value], site: Site
     ) -> tuple[list[bool], frozenset[int]]:
         """For each output whether it is mixed, and the ids of what mixes in bodies."""
-        walk = _Walk(self.count)
-        outs = walk.equation(eqn, self._read(read), site)
-        return [*map(_is_mixed, outs)], frozenset(walk.mixing)
+        follower = _Follower(self.count)
+        outs = follower.equation(eqn, self._read(read), site)
+        return [*map(_is_mixed, outs)], frozenset(follower.mixing)
 
     def can_be_kept(self, number: int) -> bool:
-        """Whether a value can be rows of examples."""
+        """Whether a value can be kept for each example."""
         return not isinstance(self.places.get(number), Joined)
 
     def note(self, number: int, constant: Array) -> None:
@@ -194,15 +198,16 @@ def _no_axis(
     where: str, aval: Aval, count: int, data: Iterable[tuple[str, Aval]]
 ) -> errors.ArgumentTypeError:
     """The error for data without an axis of that many examples."""
-    of = 'two or more examples' if count < 2 else f'{count} examples'
-    beside = [f'{name} is {x.str_short()}' for name, x in data if name != where]
+    of, beside = 'two or more examples', ''
+    if count > 1:
+        name, first = next(x for x in data if x[1].shape[:1] == (count,))
+        of, beside = f'{count} examples', f', as {name} is {first.str_short()}'
     advice = (
         'With examples=True, the first axis of each array of data is that of the '
         'examples. If they are along another axis, move it to the front.\n'
     )
     return errors.ArgumentTypeError(
-        f'{where} is {aval.str_short()}, and has no axis of {of} in front'
-        f'{", as " + beside[0] if len(beside) == 1 else ""}.\n'
+        f'{where} is {aval.str_short()}, and has no axis of {of} in front{beside}.\n'
         f'{advice if aval.shape else ""}'
         'Name an argument that is the same for all batches in argnums=: late takes it, '
         'too. Name a key in each=.'
@@ -213,10 +218,10 @@ def followed(
     program: ClosedJaxpr, ins: Sequence[Place], count: int, site: Site | None = None
 ) -> list[Place]:
     """Where so many examples are in the outputs of a program."""
-    return [*map(_plain, _Walk(count).body(program, ins, site or Site()))]
+    return [*map(_plain, _Follower(count).body(program, ins, site or Site()))]
 
 
-class _Walk:
+class _Follower:
     """Follows so many examples through equations, bodies and loops.
 
     Attributes:
@@ -255,50 +260,55 @@ class _Walk:
         return outs
 
     def _equation(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
-        name = eqn.primitive.name
+        name, plain = eqn.primitive.name, [*map(_plain, ins)]
+        loops = {'cond': self._cond, 'while': self._while, 'scan': self._scan}
         if (body := jaxprs.called_by(eqn)) is not None:
             return self.body(body, ins, Site(eqn, site))
+        if name in loops:
+            return loops[name](eqn, plain, site)
         if name in _SAME:
             return [*ins]
         if all(isinstance(place, Known) for place in ins) and _is_of_positions(eqn):
             return _computed(eqn, ins)
-        if name == 'gather' and (rows := self._row_of_each(eqn, ins)):
-            return [rows]
-        places, ins = ins, [*map(_plain, ins)]
-        if name in ('cond', 'while', 'scan'):
-            return getattr(self, f'_{name}')(eqn, ins, site)
-        if mixed := _mixed_in(ins):
+        if name == 'gather' and (place := self._part_of_each(eqn, ins)):
+            return [place]
+        if mixed := _mixed_in(plain):
             return [mixed] * len(eqn.outvars)
-        has_examples = any(isinstance(place, Examples) for place in ins)
-        if name == 'reshape' and isinstance(ins[0], Examples):
-            return [self._reshape(eqn, ins[0], site)]
-        known = axes_of(eqn)
-        if known is None:
-            unknown = Mixed(eqn, site) if has_examples else _NOT_KNOWN
-            return [unknown] * len(eqn.outvars)
-        outs = [self._from(axes, ins, eqn, site) for axes in known]
-        has_positions = any(isinstance(place, Known) for place in places)
-        is_last = eqn.params.get('dimension') == type_of(eqn.outvars[0]).ndim - 1
-        if name == 'concatenate' and is_last and has_positions and _is_mixed(outs[0]):
-            return [Joined((*places,), outs[0])]
+        outs = self._operation(eqn, plain, site)
+        if name == 'concatenate' and _is_mixed(outs[0]):
+            is_last = eqn.params['dimension'] == type_of(eqn.outvars[0]).ndim - 1
+            if is_last and any(isinstance(place, Known) for place in ins):
+                return [Joined((*ins,), outs[0])]
         return outs
 
-    def _row_of_each(self, eqn: JaxprEqn, ins: Sequence[Place]) -> Examples | None:
-        """The place in ``x[arange(n), index]``: each example reads a row of its own."""
+    def _operation(
+        self, eqn: JaxprEqn, ins: Sequence[Place], site: Site
+    ) -> list[Place]:
+        """Where the examples are in what an operation makes of arrays."""
+        if eqn.primitive.name == 'reshape' and isinstance(ins[0], Examples):
+            return [self._reshape(eqn, ins[0], site)]
+        known = axes_of(eqn)
+        if known is not None:
+            return [self._from(axes, ins, eqn, site) for axes in known]
+        unknown = Mixed(eqn, site) if any(map(_has_examples, ins)) else _NOT_KNOWN
+        return [unknown] * len(eqn.outvars)
+
+    def _part_of_each(self, eqn: JaxprEqn, ins: Sequence[Place]) -> Examples | None:
+        """The place in ``x[arange(n), index]``: each example reads its own part."""
         place, indices, numbers = ins[0], ins[1], eqn.params['dimension_numbers']
         if not (isinstance(place, Examples) and isinstance(indices, Joined)):
             return None
         columns = dict(zip(numbers.start_index_map, indices.columns, strict=False))
         positions = columns.get(place.axis)
-        is_row = place.axis in numbers.collapsed_slice_dims
-        if not (is_row and place.inner == 1 and isinstance(positions, Known)):
+        is_one = place.axis in numbers.collapsed_slice_dims
+        if not (is_one and place.inner == 1 and isinstance(positions, Known)):
             return None
         if len(columns) != len(indices.columns):
             return None
-        rows = positions.value[..., 0]
-        for axis, length in enumerate(rows.shape):
-            example = np.arange(length).reshape([-1] + [1] * (rows.ndim - axis - 1))
-            if length != self.count or (rows != example).any():
+        index = positions.value[..., 0]
+        for axis, length in enumerate(index.shape):
+            example = np.arange(length).reshape([-1] + [1] * (index.ndim - axis - 1))
+            if length != self.count or (index != example).any():
                 continue
             places = [_plain(x) for x in columns.values() if x is not positions]
             if all(x == Examples(axis) or _is_alike([(0, axis)], [x]) for x in places):
@@ -358,14 +368,14 @@ class _Walk:
 
     def _scan(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
         carry, body = jaxprs.carried_by(eqn), eqn.params['jaxpr']
-        rows, consts = ins[carry.stop :], [*ins[: carry.start]]
-        if any(isinstance(place, Examples) and place.axis == 0 for place in rows):
+        scanned, consts = ins[carry.stop :], [*ins[: carry.start]]
+        if any(isinstance(place, Examples) and place.axis == 0 for place in scanned):
             # Each turn is for one example, if no turn reads what another one has made.
-            rows_of: Axes = [tuple((n, 0) for n in range(carry.stop, len(ins)))]
+            of_turns: Axes = [tuple((n, 0) for n in range(carry.stop, len(ins)))]
             if len(carry) or not all(isinstance(x, frozenset) for x in consts):
                 return [Mixed(eqn, site)] * len(eqn.outvars)
-            return [self._from(rows_of, ins, eqn, site) for _ in eqn.outvars]
-        within = [_shifted(place, -1) for place in rows]
+            return [self._from(of_turns, ins, eqn, site) for _ in eqn.outvars]
+        within = [_shifted(place, -1) for place in scanned]
         stacked: list[Place] = []
 
         def turn(before: list[Place]) -> list[Place]:
@@ -446,7 +456,7 @@ def _computed(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Place]:
 def _plain(place: Place) -> Examples | Alike | Mixed:
     """The place of an array of which nothing else is known.
 
-    Of a constant these are the axes along which its rows are alike.
+    Of a constant these are the axes along which it is the same everywhere.
     """
     if isinstance(place, Joined):
         return place.mixed
@@ -462,7 +472,7 @@ def _mixed_in(places: Iterable[Place]) -> Mixed | None:
 
 
 def _is_alike(sources: Iterable[Source] | None, ins: Sequence[Place]) -> bool:
-    """Whether all rows along an axis are alike, if it comes from these."""
+    """Whether an array is the same along an axis, if the axis comes from these."""
     return sources is not None and all(
         isinstance(place := ins[n], frozenset) and axis in place for n, axis in sources
     )

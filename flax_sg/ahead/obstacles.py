@@ -41,23 +41,27 @@ class Obstacle(NamedTuple):
         reason: the module of a trained parameter, an argument, or what mixes examples.
         line: where the reason meets the data.
         is_dropout: whether it does so in dropout.
+        is_backward: whether the module reads the reason in a backward pass alone.
     """
 
     module: str
     reason: Root
     line: str
     is_dropout: bool = False
+    is_backward: bool = False
 
     def __str__(self) -> str:
-        name, line = self.reason.name, self.line + ', in dropout' * self.is_dropout
+        name, line = self.reason.name, self.line
+        line += ', in dropout' if self.is_dropout else ''
+        reader = 'its backward pass by an input' if self.is_backward else 'it'
         why = {
-            'parameter': f'it reads {name}, which is trained, at {self.line}',
+            'parameter': f'{reader} reads {name}, which is trained, at {self.line}',
             'argument': f'{name}, which is in each=, enters at {line}',
             'written': f'{name}, which the function writes, enters at {line}',
             'each': 'it is in each=. If it does not change, leave it out of each=',
             'mix': f'{name} mixes the examples of a batch',
             'effect': f'{name} may return another value each time',
-            'alike': f'it reads no example, and what is kept are rows ({line}).\n'
+            'alike': f'it reads no example, and what is kept are examples ({line}).\n'
             'Compute it before, and give its value in its place',
         }
         return f'{self.module} is computed at each step: {why[self.reason.kind]}.'
@@ -72,30 +76,31 @@ def obstacles(split: Split, roots: Mapping[int, Root]) -> list[Obstacle]:
             effects return.
     """
     search = _Search(split, roots)
-    for step in split.late:
-        search.follow(step)
-    return [*search.rows]
+    for number, step in enumerate(split.late):
+        search.follow(number, step)
+    return [*search.found]
 
 
 class _Search:
     """Follows weights, and what changes, through the steps of late.
 
     Attributes:
-        rows: what was found, in order.
+        found: the obstacles, in order.
         reasons: for each value that changes the roots that it depends on.
+        entries: for each of them that has met, on its way, what does not change: the
+            number of the step where it first did, and the root that did.
         weights: for each value that is made of weights at no cost what these are:
             frozen parameters, and arguments in ``each=``.
-        enters: for each root the step where it meets what does not change.
         drawn: values that are drawn, and depend on no data yet.
         alike: what late makes of parameters alone, though it costs something.
     """
 
     def __init__(self, split: Split, roots: Mapping[int, Root]) -> None:
         self.split, self.roots = split, roots
-        self.rows: dict[Obstacle, None] = {}
+        self.found: dict[Obstacle, None] = {}
         self.reasons = {n: {n} for n in roots if n in split.changing}
+        self.entries: dict[int, tuple[int, int]] = {}
         self.weights = {n: {n} for n in roots if self._is_weight(n)}
-        self.enters: dict[int, Step] = {}
         self.drawn, self.alike = set[int](), set[int]()
         self.makers = makers_of(split.steps)
 
@@ -108,55 +113,70 @@ class _Search:
         is_array = bool(aval.shape) and jnp.issubdtype(aval.dtype, jnp.inexact)
         return kind == 'argument' and is_array
 
-    def follow(self, step: Step) -> None:
+    def follow(self, number: int, step: Step) -> None:
         """Follows them through the next step."""
-        read, once = step.read(), self.split.once
+        read, only_early = step.read(), self.split.only_early
         # An operation that mixes examples is a reason itself.
         reasons = _union(self.reasons, (*read, *step.outs))
         weights = _union(self.weights, read)
-        is_fixed = once.isdisjoint(read) and self.alike.isdisjoint(read)
-        if is_cheap(step.eqn) and is_fixed and reasons <= weights:
-            self.weights.update(dict.fromkeys(step.outs, weights) if weights else {})
+        is_fixed = only_early.isdisjoint(read) and self.alike.isdisjoint(read)
+        if is_cheap(step.eqn) and is_fixed and reasons <= weights and weights:
+            self.weights.update(dict.fromkeys(step.outs, weights))
         if not reasons:
             self._alike(step, weights)
             return
+        entry = self._entry(number, step, reasons)
         self.reasons.update(dict.fromkeys(step.outs, reasons))
-        is_drawn = not self.drawn.isdisjoint(read) and once.isdisjoint(read)
+        is_drawn = not self.drawn.isdisjoint(read) and only_early.isdisjoint(read)
         if step.name == 'random_bits' or is_drawn:
             self.drawn.update(step.outs)
-        for n in read:
-            for reason in reasons - self.reasons.get(n, set()):
-                if n in self.reasons or n in once or n in self.alike:
-                    self.enters.setdefault(reason, step)
         if not is_cheap(step.eqn):
-            self._add(step, reasons, weights)
+            self._add(step, reasons, weights, entry)
+
+    def _entry(self, number: int, step: Step, reasons: set[int]) -> tuple[int, int]:
+        """The first entry on the ways to what a step makes; by default the step."""
+        entries = [self.entries[n] for n in step.read() if n in self.entries]
+        for n in step.read():
+            if n in self.reasons or n in self.split.only_early or n in self.alike:
+                met = reasons - self.reasons.get(n, set())
+                entries += [(number, min(met))] if met else []
+        if entries:
+            self.entries.update(dict.fromkeys(step.outs, min(entries)))
+        return min(entries, default=(number, min(reasons)))
 
     def _alike(self, step: Step, weights: set[int]) -> None:
         """Follows them through a step that changes nothing."""
-        if not self.split.once.isdisjoint(step.read()):
+        if not self.split.only_early.isdisjoint(step.read()):
             return
         is_costly = weights and not is_cheap(step.eqn)
         if is_costly and self.alike.isdisjoint(step.read()):
             for weight in sorted(weights):
-                row = _obstacle(self.roots[weight], Root('', 'alike'), step.source)
-                if all(row.module != shown.module for shown in self.rows):
-                    self.rows.setdefault(row)
+                one = _obstacle(self.roots[weight], Root('', 'alike'), step.source)
+                if all(one.module != other.module for other in self.found):
+                    self.found.setdefault(one)
         if is_costly or not self.alike.isdisjoint(step.read()):
             self.alike.update(step.outs)
 
-    def _add(self, step: Step, reasons: set[int], weights: set[int]) -> None:
-        """The rows of a step that costs something, and reads what changes."""
+    def _add(
+        self,
+        step: Step,
+        reasons: set[int],
+        weights: set[int],
+        entry: tuple[int, int],
+    ) -> None:
+        """The obstacles in a step that costs something, and reads what changes."""
         names = {self.roots[n].name for n in weights & reasons}
         if names and {self.roots[n].name for n in reasons} <= names:
             for name in sorted(names):
-                self.rows.setdefault(Obstacle(name, Root(name, 'each'), step.source))
-        # Of several reasons the one that enters first.
-        reason = next((n for n in self.enters if n in reasons), min(reasons))
-        entry = self.enters.get(reason, step)
-        is_dropout = self._is_dropout(entry)
+                self.found.setdefault(Obstacle(name, Root(name, 'each'), step.source))
+        start, reason = self.split.late[entry[0]], self.roots[entry[1]]
+        is_dropout = self._is_dropout(start)
         for weight in sorted(weights - self.split.changing):
-            row = _obstacle(self.roots[weight], self.roots[reason], entry.source)
-            self.rows.setdefault(row._replace(is_dropout=is_dropout))
+            one = _obstacle(self.roots[weight], reason, start.source)
+            one = one._replace(is_dropout=is_dropout)
+            if one not in self.found:
+                is_backward = step.site.is_backward(step.eqn)
+                self.found.setdefault(one._replace(is_backward=is_backward))
 
     def _is_dropout(self, step: Step) -> bool:
         """Whether a step puts zeros where a mask was drawn."""

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from flax_sg import errors, filters
 from flax_sg.ahead.arguments import Name, check
 from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.report import Report
 from flax_sg.ahead.split import Split, split
-from flax_sg.ahead.traced import Traced, traced
+from flax_sg.ahead.traced import Trace, traced
 from flax_sg.ahead.writes import put
-from flax_sg.errors.texts import wrong_argument
+from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Step, Value, numbers_in, run
 from flax_sg.internals.types import Array, Aval, Kwargs, PyTree
 from flax_sg.rendering.shown import InNotebooks
 from flax_sg.trees.trainable import DECLARED, Declared
+
+# What is kept, among the arguments of late.
+_KEPT = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,9 +38,10 @@ class Precomputed(InNotebooks):
     each step; and what mixes the examples of a batch in what is kept.
     """
 
-    _traced: Traced
+    _trace: Trace
     _split: Split
     _batch: Batch | None
+    _report: Report
 
     @property
     def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -60,15 +65,14 @@ class Precomputed(InNotebooks):
         read = self._split.changing.union(numbers_in(self._split.outputs))
         read.update(n for step in self._split.late for n in step.read())
         known, places_read = set[Any](), set[Any]()
-        for k, (name, paths) in enumerate(self._traced.own.items()):
-            slots = self._traced.arguments[name].slots
+        for k, (name, paths) in enumerate(self._trace.own.items()):
+            slots = self._trace.arguments[name].slots
             for path, inputs in zip(paths, slots, strict=True):
                 where, names = path.place
                 # Late has the arguments with parameters first.
-                place = (
-                    where,
-                    (str(k), *names[1:]) if self._traced.has_positions else names,
-                )
+                if self._trace.has_positions:
+                    names = str(k), *names[1:]
+                place = where, names
                 known.add(place)
                 places_read.update(() if read.isdisjoint(inputs) else {place})
         return filters.Derived(frozenset(places_read), frozenset(known), 'ahead.reads')
@@ -85,12 +89,29 @@ class Precomputed(InNotebooks):
         return self._batch.in_front(self._split.kept, kept) if self._batch else kept
 
     def early(self, *args: Any, **kwargs: Any) -> list[Array]:
-        """Computes once what is kept, of the arguments but for those in ``each=``."""
-        names = [n for n in self._traced.arguments if n not in self._traced.each]
-        values = self._values('early', names, args, kwargs)
-        return self._in_front(
-            self._run('early', self._split.early, values, self._split.kept)
-        )
+        """Computes once what is kept.
+
+        Args:
+            *args: the arguments of the function, but for those in ``each=``, of the
+                shapes that were traced. What early does not read may be ``ABSENT``.
+            **kwargs: its keyword arguments, but for those in ``each=``.
+
+        Returns:
+            A list of arrays, of the shapes in ``kept``. They are copies, or new:
+            buffers of the arguments may be filled again.
+
+        Raises:
+            TypeError: for other arguments than were traced.
+            ArgumentTypeError: if one has another structure, shape or constant.
+            AbsentLeafError: if a leaf is ABSENT that early reads.
+        """
+        values = self._values(self._given('early', args, kwargs))
+        # A loader may fill its buffers again, and an array may be donated.
+        for slot in values.keys() & self._trace.data.keys():
+            if slot in self._split.kept or not isinstance(values[slot], jax.Array):
+                values[slot] = jnp.array(values[slot])
+        kept = self._run('early', self._split.early, values, self._split.kept)
+        return self._in_front(kept)
 
     def late(self, *args: Any, **kwargs: Any) -> PyTree:
         """The function, of its parameters, what is kept, and what is in ``each=``.
@@ -98,45 +119,37 @@ class Precomputed(InNotebooks):
         Parameters that ``wrt=`` of ``precompute`` does not name have no gradient. What
         the function writes to a model of NNX is written: running averages, counts of
         random keys.
+
+        Args:
+            *args: the arguments that hold parameters, the list that early returned, the
+                arguments in ``each=``. What late does not read may be ``ABSENT``.
+            **kwargs: the keyword arguments in ``each=``.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            TypeError: for other arguments than were traced.
+            ArgumentTypeError: if one has another structure, shape or constant, or if
+                the data are given in place of what is kept.
+            AbsentLeafError: if a leaf is ABSENT that late reads.
         """
-        first = len(self._traced.own)
-        names: list[Name] = [*self._traced.own, *self._traced.each]
-        if len(args) <= first:
-            raise self._miscounted('late', names, 1)
-        arguments = (*args[:first], *args[first + 1 :])
-        values = self._values('late', names, arguments, kwargs, 1)
+        given = self._given('late', args, kwargs)
+        values = self._values(given)
         # The part of a fixed parameter's gradient that goes through what is kept is
         # lost. So it has none, whoever differentiates.
         for slot in values.keys() - self._split.changing:
             values[slot] = jax.lax.stop_gradient(values[slot])
-        kept = jax.tree.leaves(args[first])
-        if len(kept) != len(self._split.kept):
-            raise errors.ArgumentTypeError(
-                f'What is kept has {len(kept)} arrays, and {len(self._split.kept)} '
-                'were traced.\n'
-                f'Give what early returned as argument {first} of late.'
-            )
-        for n, (array, aval) in enumerate(zip(kept, self._types, strict=True)):
-            check(f'Array {n} of what is kept', array, aval)
-            kept[n] = jaxprs.placed(array, aval)
-        if self._batch is not None:
-            kept = self._batch.back(self._split.kept, kept, self._split.avals)
-        values.update(zip(self._split.kept, kept, strict=True))
+        values.update(zip(self._split.kept, self._checked(given[_KEPT]), strict=True))
         out = self._run('late', self._split.late, values, self._split.outputs)
-        positions = (name for name in names if isinstance(name, int))
-        by_name = {**dict(zip(positions, arguments, strict=True)), **kwargs}
-        treedef, writes = self._traced.treedef, self._traced.writes
+        treedef, writes = self._trace.treedef, self._trace.writes
         written = {write.name for write in writes}
-        holders = {n: self._traced.arguments[n].holders(by_name[n]) for n in written}
+        holders = {n: self._trace.arguments[n].holders(given[n]) for n in written}
         put(writes, holders, out[treedef.num_leaves :])
         return jax.tree.unflatten(treedef, out[: treedef.num_leaves])
 
     def __str__(self) -> str:
         return str(self._report)
-
-    @property
-    def _report(self) -> Report:
-        return Report(self._traced, self._split, self._batch)
 
     def __repr__(self) -> str:
         kept = ', '.join(self._split.avals[n].str_short() for n in self._split.kept)
@@ -156,56 +169,71 @@ class Precomputed(InNotebooks):
                 slot = min(missing)
                 line = step.source if step else ''
                 raise errors.AbsentLeafError(
-                    f'{self._name_of(slot)} is ABSENT, and {part} reads it'
+                    f'{self._trace.names[slot][1]} is ABSENT, and {part} reads it'
                     f'{" at " + line if line else ""}.\n'
                     'Give its value. ABSENT may be what a part does not read.'
                 )
             known.update(step.outs if step else ())
         return run(steps, {**self._split.constants, **values}, asked)
 
-    def _name_of(self, slot: int) -> str:
-        places = (
-            argument.at(number)
-            for argument in self._traced.arguments.values()
-            for number, slots in enumerate(argument.slots)
-            if slot in slots
-        )
-        return next(places)
+    def _names(self, part: str) -> list[Name]:
+        """The arguments of early or of late."""
+        own, each = self._trace.own, self._trace.each
+        if part == 'late':
+            return [*own, _KEPT, *each]
+        return [name for name in self._trace.arguments if name not in each]
 
-    def _values(
-        self,
-        part: str,
-        names: Sequence[Name],
-        args: Sequence[Any],
-        kwargs: Kwargs,
-        kept: int = 0,
-    ) -> dict[int, Any]:
+    def _given(
+        self, part: str, args: Sequence[Any], kwargs: Kwargs
+    ) -> dict[Name, PyTree]:
+        """The arguments by their names."""
+        positions = [name for name in self._names(part) if isinstance(name, int)]
+        given = {**dict(zip(positions, args, strict=False)), **kwargs}
+        if len(args) != len(positions) or given.keys() != {*self._names(part)}:
+            raise TypeError(
+                f'{part} was given other arguments than precompute traced.\n'
+                f'Write {self._call(part)}.'
+            )
+        return given
+
+    def _values(self, given: Mapping[Name, PyTree]) -> dict[int, Any]:
         """The inputs of the program that some arguments hold."""
-        positions = [name for name in names if isinstance(name, int)]
-        words = {name for name in names if isinstance(name, str)}
-        if len(args) != len(positions) or words != {*kwargs}:
-            raise self._miscounted(part, names, kept)
-        by_name = {**dict(zip(positions, args, strict=True)), **kwargs}
-        # Errors count as the caller does.
-        first = kept and len(self._traced.own)
-        shown: dict[Name, Name] = {
-            name: n + (n >= first) * kept for n, name in enumerate(positions)
-        }
-        values: dict[int, Array] = {}
-        for name, arg in by_name.items():
-            argument = self._traced.arguments[name]._replace(name=shown.get(name, name))
-            values.update(argument.values(arg, self._split.avals))
+        values = dict[int, Any]()
+        for n, (name, arg) in enumerate(given.items()):
+            if name != _KEPT:
+                # Errors count as the caller does.
+                shown = n if isinstance(name, int) else name
+                argument = self._trace.arguments[name]._replace(name=shown)
+                values.update(argument.values(arg, self._split.avals))
         return values
 
-    def _miscounted(self, part: str, names: Sequence[Name], kept: int) -> TypeError:
-        arguments = [self._traced.arguments[name] for name in names]
-        words = [argument.as_written for argument in arguments]
-        first = len(self._traced.own)
-        words = [*words[:first], 'kept', *words[first:]] if kept else words
-        return TypeError(
-            f'{part} was given other arguments than precompute traced.\n'
-            f'Write ahead.{part}({", ".join(words)}).'
+    def _checked(self, kept: Any) -> list[Array]:
+        """What is kept, as it is in the program."""
+        types = self._types
+        if jax.tree.structure(kept) != jax.tree.structure([0] * len(types)):
+            lists = isinstance(kept, list)
+            given = f'a list of {len(jax.tree.leaves(kept))}' if lists else brief(kept)
+            raise errors.ArgumentTypeError(
+                f'late was given {given} in place of what is kept, and early returns '
+                f'a list of {len(types)}.\n'
+                f'Write kept = {self._call("early")} and {self._call("late")}.'
+            )
+        arrays = list[Array]()
+        for n, (array, aval) in enumerate(zip(kept, types, strict=True)):
+            check(f'Array {n} of what is kept', array, aval)
+            arrays.append(jaxprs.placed(array, aval))
+        if self._batch is None:
+            return arrays
+        return self._batch.back(self._split.kept, arrays, self._split.avals)
+
+    def _call(self, part: str) -> str:
+        """How a part is called."""
+        arguments = self._trace.arguments
+        words = (
+            'kept' if name == _KEPT else arguments[name].as_written
+            for name in self._names(part)
         )
+        return f'ahead.{part}({", ".join(words)})'
 
 
 def precompute(
@@ -239,9 +267,9 @@ def precompute(
         fun: a function of arrays, or an unbound module for its ``apply``, as for
             ``sg.live``. What an effect returns, such as a read of a ref, changes.
         params: its first argument, or the shapes.
-        *args: its other arguments, or their shapes. Those not in ``each`` are data,
-            Python numbers included. A bool is a flag: a constant, and so is a number
-            whose value the function asks for.
+        *args: its other arguments, or their shapes. Those not in ``each`` are data.
+            A number or a bool of Python is a constant of the split, and another one
+            in its place raises: give an array.
         argnums: which arguments hold the parameters.
         wrt: the parameters that are trained: those that change from step to step, or
             rows of these. Of a stack, the first layers are computed once if they are
@@ -251,8 +279,8 @@ def precompute(
             state.
         examples: whether all data hold examples along their first axis. Then all that
             is kept has this axis in front, and its rows may be shuffled, stored and
-            indexed. ``early`` and ``late`` take as many examples as were traced, and
-            numbers are constants. What reads no data is made at each step.
+            indexed. ``early`` and ``late`` take as many examples as were traced. What
+            reads no data is made at each step.
         **kwargs: keyword arguments of the function. They are given by name to
             ``early``, or to ``late`` if they are in ``each``.
 
@@ -274,13 +302,12 @@ def precompute(
         write = "sg.precompute(loss, params, x, wrt='head/**')"
         raise wrong_argument(fun, 'function', write)
     args = (params, *args)
-    trace = traced(fun, args, kwargs, argnums, wrt, each, examples)
+    trace = traced(fun, args, kwargs, argnums, wrt, each)
     batch = Batch(trace.data) if examples else None
     parts = split(trace.program, trace.changes, trace.is_data, batch)
-    precomputed = Precomputed(trace, parts, batch)
-    says = Report(trace, parts, batch)
-    says.check_apart()
-    for line in (says.lost(describe(fun)), says.worth(wrt)):
+    report = Report(trace, parts, batch, not isinstance(wrt, Declared))
+    report.check_apart()
+    for line in (report.lost(describe(fun)), report.worth()):
         if line:
             warnings.warn(line, stacklevel=2)
-    return precomputed
+    return Precomputed(trace, parts, batch, report)

@@ -3,83 +3,97 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
-from jax.extend.core import Literal
-
-from flax_sg import errors, filters
-from flax_sg.ahead.costs import bytes_of, flops_of
-from flax_sg.ahead.examples import Batch
+from flax_sg import errors
+from flax_sg.ahead.costs import bytes_of, flops_of, has_while, is_cheap
+from flax_sg.ahead.examples import Batch, Examples
 from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
-from flax_sg.ahead.split import Split, of_the_batch
-from flax_sg.ahead.traced import Traced
-from flax_sg.internals import jaxprs
-from flax_sg.internals.program import makers_of
+from flax_sg.ahead.split import Split, split
+from flax_sg.ahead.traced import Trace
+from flax_sg.internals import jaxprs, primitives
+from flax_sg.internals.program import made_by, makers_of, numbers_in
 from flax_sg.rendering import text
-from flax_sg.trees.trainable import Declared
 
+_PRODUCTS = primitives.names_of(primitives.Kind.PRODUCT)
 # How many obstacles a report shows.
 _SHOWN = 8
-# Much is kept if it is some kilobytes, and some times the data. It is worth that from
-# this share of the flops on.
+# Much is kept if it is some kilobytes, and some times the data, or some times what
+# could be kept. It is worth that from this share of the flops on.
 _KILOBYTES, _TIMES, _WORTH = 4096, 4, 0.2
+# Below this share of the flops, hardly anything is done once.
+_LITTLE = 0.02
 
 
 class Report:
     """The report on a split: its table and its warnings."""
 
-    def __init__(self, traced: Traced, split: Split, batch: Batch | None) -> None:
-        self._traced, self._split, self._batch = traced, split, batch
-        early, late = (
-            flops_of(step.eqn for step in steps) for steps in (split.early, split.late)
-        )
-        self._share = early / (early + late) if early + late else 0.0
-        self._kept = sum(bytes_of(split.avals[n]) for n in split.kept)
-        self._data = sum(bytes_of(aval) for _, aval in traced.data.values())
+    def __init__(
+        self, trace: Trace, split: Split, batch: Batch | None, names_trained: bool
+    ) -> None:
+        """Counts flops and bytes.
+
+        Args:
+            trace: the function.
+            split: the two parts of it.
+            batch: with ``examples=True`` where the examples are.
+            names_trained: whether ``wrt=`` was given.
+        """
+        self._trace, self._split, self._batch = trace, split, batch
+        self._names_trained = names_trained
+        self._share = _share_of(split)
+        self._kept = _bytes_kept(split)
+        self._data = sum(bytes_of(aval) for _, aval in trace.data.values())
+        self._may_be_more = has_while(step.eqn for step in split.early)
+        self._may_be_less = has_while(step.eqn for step in split.late)
 
     def __str__(self) -> str:
-        makers, lines = makers_of(self._split.steps), list[str]()
-        cells: list[list[str]] = []
+        makers, cells = makers_of(self._split.steps), list[list[str]]()
         for number in self._split.kept:
             aval, step = self._split.avals[number], makers.get(number)
-            maker = (
-                f'{jaxprs.operation(step.eqn)} at {step.source}' if step else 'an input'
-            )
+            maker = step.described if step else 'an input'
             cells.append([aval.str_short(), f'{bytes_of(aval):,}', maker])
-        if cells:
-            lines += [text.table(['kept', 'bytes', 'made by'], cells, ['bytes']), '']
+        head = ['kept', 'bytes', 'made by']
+        table = [text.table(head, cells, ['bytes']), ''] if cells else []
+        lines = (line for part in self._said() for line in part.splitlines())
+        return '\n'.join([*table, *map(text.wrapped, lines)])
+
+    def _said(self) -> Iterator[str]:
+        """What stands below the table."""
+        bound, counted = '', ''
+        if self._may_be_more or self._may_be_less:
+            counted = ' A while loop counts one turn.'
+        if self._may_be_more != self._may_be_less:
+            bound = ' at least' if self._may_be_more else ' at most'
         of_data = f', for {self._data:,} bytes of data' if self._data else ''
-        lines.append(
-            f'{self._share:.1%} of the flops are done once; {self._kept:,} bytes are '
-            f'kept{of_data}.'
+        yield (
+            f'{self._share:.1%} of the flops{bound} are done once; '
+            f'{self._kept:,} bytes are kept{of_data}.{counted}'
         )
-        rows = self._obstacles
-        lines += map(str, rows[:_SHOWN])
-        if len(rows) > _SHOWN:
-            lines.append(f'So are {len(rows) - _SHOWN} others.')
-        lines += dict.fromkeys(_without_dropout(row) for row in rows if row.is_dropout)
-        written = self._written()
-        lines += [
-            f'{name} is written by the function. What is computed once reads the value '
-            'that early gets.'
-            for name in written
-        ]
+        yield self._larger()
+        yield '' if self._names_trained else _ALL_TRAINED
+        yield from map(str, self._obstacles[:_SHOWN])
+        if len(self._obstacles) > _SHOWN:
+            yield f'So are {len(self._obstacles) - _SHOWN} others.'
+        yield from dict.fromkeys(
+            _without_dropout(row) for row in self._obstacles if row.is_dropout
+        )
+        said = 'is written by the function. What is computed once reads the value that'
+        written = [f'{name} {said} early gets.' for name in self._written()]
+        yield from written
         if written:
-            lines.append(
+            yield (
                 'To go on from step to step, it needs an argument of its own in each=.'
             )
-        if self._batch is None and (
-            note := of_the_batch(self._split, self._traced.data)
-        ):
-            lines.append(note)
-        return '\n'.join(lines)
+        yield self._of_the_batch()
 
     def check_apart(self) -> None:
         """Raises if a frozen module is not of single examples."""
-        row = next((x for x in self._obstacles if x.reason.kind == 'mix'), None)
-        if row is None:
+        mix = next((x for x in self._obstacles if x.reason.kind == 'mix'), None)
+        if mix is None:
             return
-        where, aval = next(iter(self._traced.data.values()))
-        operation = row.reason.name.partition(' at ')[0]
+        where, aval = next(iter(self._trace.data.values()))
+        operation = mix.reason.name.partition(' at ')[0]
         advice = 'Split the loss of one example, and map it by jax.vmap.'
         if operation in ('concatenate', 'slice', 'split', 'stack', 'reshape'):
             advice = f'Are two views joined, such as chosen beside rejected? {advice}'
@@ -89,7 +103,7 @@ class Report:
                 f'over the batch. {advice}'
             )
         raise errors.ArgumentTypeError(
-            f'{row}\n'
+            f'{mix}\n'
             'With examples=True, what is frozen is computed for each example by '
             'itself, and the first axis of all data is that of the examples: '
             f'{where} is {aval.str_short()}. If they are along another axis, move it '
@@ -98,10 +112,10 @@ class Report:
         )
 
     def lost(self, function: str) -> str:
-        """Warns of what neither part writes."""
-        if not self._traced.lost:
+        """Warns of what neither part writes; empty if there is nothing."""
+        if not self._trace.lost:
             return ''
-        argument = self._traced.arguments[self._traced.lost[0]]
+        argument = self._trace.arguments[self._trace.lost[0]]
         return (
             f'{function} writes to {argument.title}, a model of NNX, and early and '
             'late do not.\n'
@@ -109,25 +123,25 @@ class Report:
             'eval().'
         )
 
-    def worth(self, wrt: filters.Where | Declared) -> str:
-        """Warns if nothing is computed once, or if much is kept for little."""
+    def worth(self) -> str:
+        """Warns if hardly anything is computed once, or if much is kept for little."""
         if not self._split.early:
-            hint = (
-                'Without wrt=, all parameters count as trained: write '
-                'wrt=sg.live(loss, params, ...).\n'
-            )
+            no_example = ', or no example' if self._batch is not None else ''
             return (
                 'Nothing is computed once: all that costs something reads what changes'
-                f'{", or no example" * (self._batch is not None)}.\n'
-                f'{hint * isinstance(wrt, Declared)}{self}'
+                f'{no_example}.\n{self}'
             )
+        if self._may_be_more:
+            return ''
+        done = f'{self._share:.1%} of the flops are done once'
         much = max(_KILOBYTES, _TIMES * self._data)
         if self._data and self._share < _WORTH and self._kept > much:
             return (
                 f'Much is kept for little: {self._kept:,} bytes for {self._data:,} '
-                f'bytes of data, and {self._share:.1%} of the flops are done once.\n'
-                f'{self}'
+                f'bytes of data, and {done}.\n{self}'
             )
+        if self._share < _LITTLE:
+            return f'Hardly anything is computed once: {done}.\n{self}'
         return ''
 
     @functools.cached_property
@@ -135,10 +149,10 @@ class Report:
         """What the inputs are, and the values in which examples are mixed."""
         mixed = self._batch.mixed if self._batch else {}
         roots = {number: Root(str(op), 'mix') for number, op in mixed.items()}
-        written = {slot for write in self._traced.writes for slot in write.slots}
-        for name, argument in self._traced.arguments.items():
+        written = {slot for write in self._trace.writes for slot in write.slots}
+        for name, argument in self._trace.arguments.items():
             for path, slots in zip(argument.paths, argument.slots, strict=True):
-                is_own = name in self._traced.own
+                is_own = name in self._trace.own
                 kind = 'parameter' if is_own else 'argument'
                 root = Root((is_own and path) or argument.title, kind, path)
                 roots.update(dict.fromkeys(slots, root))
@@ -146,31 +160,117 @@ class Report:
                 roots.update(dict.fromkeys(written & {*slots}, state))
         for step in self._split.late:
             if jaxprs.has_effect(step.eqn):
-                root = Root(f'{jaxprs.operation(step.eqn)} at {step.source}', 'effect')
-                roots.update(dict.fromkeys(step.outs, root))
+                roots.update(dict.fromkeys(step.outs, Root(step.described, 'effect')))
         return roots
 
     @functools.cached_property
     def _obstacles(self) -> list[Obstacle]:
         return obstacles(self._split, self._roots)
 
+    def _larger(self) -> str:
+        """Names weights that multiply the bytes that are kept, such as an output head.
+
+        Late would run them, if ``wrt=`` named them: the program is split so, to know.
+        """
+        trace = self._trace
+        sizes = {n: bytes_of(self._split.avals[n]) for n in self._split.kept}
+        large = [n for n in sizes if sizes[n] * _TIMES > max(sizes.values())]
+        weights = set[int]().union(*map(self._last_weights, large))
+        if not weights:
+            return ''
+        changes = [x or n in weights for n, x in enumerate(trace.changes)]
+        batch = Batch(trace.data) if self._batch is not None else None
+        other = split(trace.program, changes, trace.is_data, batch)
+        fewer = _bytes_kept(other)
+        is_nothing_left = all(is_cheap(step.eqn) for step in other.early)
+        if fewer * _TIMES > self._kept or is_nothing_left:
+            return ''
+        names = ', '.join(sorted({repr(self._roots[n].name) for n in weights}))
+        return (
+            f'{fewer:,} bytes would be kept if late read {names}: name this in wrt= of '
+            'sg.precompute, and not in that of sg.grad.'
+        )
+
+    def _last_weights(self, value: int) -> set[int]:
+        """The frozen parameters in the last product on the way to a value."""
+        steps, is_data = self._split.steps, self._trace.is_data
+        for step in reversed(made_by(steps, [value])):
+            weights = {*step.read()} - self._split.only_early
+            if step.name in _PRODUCTS and weights:
+                weights.update(*(one.read() for one in made_by(steps, weights)))
+                return {n for n in weights if n < len(is_data) and not is_data[n]}
+        return set()
+
     def _written(self) -> list[str]:
         """The parameters and running averages that early reads and a step writes.
 
-        A step writes a value if an output has the same path and shape.
+        A step writes an argument, or a collection of parameters, if all its leaves come
+        back: each in an output of its path and shape. Others have the same name.
         """
-        split, paths = self._split, list[str]()
+        split, found = self._split, list[str]()
         read = {*split.kept, *(n for step in split.early for n in step.read())}
-        for number, root in self._roots.items():
-            if not root.path or number not in read:
-                continue
-            for path, output in zip(self._traced.outputs, split.outputs, strict=True):
-                if isinstance(output, Literal) or output == number:
-                    continue
-                is_same = f'/{path}'.endswith(f'/{root.path}')
-                if is_same and split.avals[output].shape == split.avals[number].shape:
-                    paths.append(root.path)
-        return [*dict.fromkeys(paths)]
+        for argument in self._trace.arguments.values():
+            paths = self._trace.own.get(argument.name, [])
+            states = [path.collection for path in paths] or [''] * len(argument.paths)
+            of_leaves = zip(states, argument.paths, argument.slots, strict=True)
+            leaves = [
+                (state, path, slot, self._output_for(slot, path))
+                for state, path, slots in of_leaves
+                for slot in slots
+            ]
+            stay = {state for state, _, _, output in leaves if output is None}
+            found += [
+                path
+                for state, path, slot, output in leaves
+                if state not in stay and slot in read and output != slot
+            ]
+        return [*dict.fromkeys(found)]
+
+    def _output_for(self, slot: int, path: str) -> int | None:
+        """The output with the path and the shape of an input; None if there is none."""
+        pairs = zip(self._trace.outputs, self._split.outputs, strict=True)
+        avals = self._split.avals
+        same = (x for name, x in pairs if path and f'/{name}'.endswith(f'/{path}'))
+        of_shape = (x for x in numbers_in(same) if avals[x].shape == avals[slot].shape)
+        return next(of_shape, None)
+
+    def _of_the_batch(self) -> str:
+        """Says that what is kept are not single examples; empty if they may be."""
+        split = self._split
+        data = {n: named for n, named in self._trace.data.items() if named[1].shape}
+        if self._batch is not None or not data:
+            return ''
+        whole = 'If the data are a batch, what is kept belongs to all of it'
+        advice = 'To keep single examples, write examples=True.'
+        try:
+            batch = Batch(data)
+        except errors.ArgumentTypeError:
+            return f'{whole}. {advice}'
+        mixed = next(filter(None, map(batch.mixed_in, split.early)), [])
+        if mixed:
+            return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
+        are_examples = (
+            batch.places.get(n) == Examples() and split.avals[n].shape[0] == batch.count
+            for n in split.kept
+            if n in split.data
+        )
+        return '' if all(are_examples) else f'{whole}. {advice}'
+
+
+_ALL_TRAINED = (
+    'Without wrt=, all parameters count as trained: write '
+    'wrt=sg.live(loss, params, ...).'
+)
+
+
+def _share_of(split: Split) -> float:
+    """The share of the flops that is done once."""
+    early, late = (flops_of(step.eqn for step in x) for x in (split.early, split.late))
+    return early / (early + late) if early + late else 0.0
+
+
+def _bytes_kept(split: Split) -> int:
+    return sum(bytes_of(split.avals[n]) for n in split.kept)
 
 
 def _without_dropout(row: Obstacle) -> str:

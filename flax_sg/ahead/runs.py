@@ -6,9 +6,10 @@ itself works on each run by itself, and a loop over the rows becomes one loop fo
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,19 +41,17 @@ def in_runs(
     if len(bounds_read) != 1:
         return None
     [bounds] = bounds_read
+    found = _Found(walk, eqn, read, site, places, bounds)
     if name in ELEMENTWISE:
-        return _elementwise(walk, eqn, read, places, bounds, site)
+        return found.elementwise()
     if name == 'slice':
-        return _sliced(walk, eqn, read[0], bounds, site)
+        return found.sliced()
     if name != 'scan':
         return None
-    if places[-1] < jaxprs.carried_by(eqn).start:
-        return _by_index(walk, eqn, read, places, bounds, site)
-    if places[0] < jaxprs.carried_by(eqn).stop:
-        return None
-    parts = [x for n in places for x in walk.runs[read[n]]]
-    whole = [x for n, x in enumerate(read) if n not in places]
-    return walk.traced(_scans(eqn, places, bounds), [*whole, *parts], Site(eqn, site))
+    carried = jaxprs.carried_by(eqn)
+    if places[-1] < carried.start:
+        return found.scan_by_index()
+    return found.scans() if places[0] >= carried.stop else None
 
 
 def _bounds_of(walk: Walk, parts: Sequence[Value]) -> Bounds:
@@ -76,58 +75,81 @@ def _joined(
     return outs
 
 
-def _elementwise(
-    walk: Walk,
-    eqn: JaxprEqn,
-    read: Sequence[Value],
-    places: Sequence[int],
-    bounds: Bounds,
-    site: Site,
-) -> Sequence[Value]:
-    """The equation on all rows, and on each run by itself."""
-    outs = walk.whole(eqn, read, site)
-    has_rows = [n not in places and type_of(x).ndim for n, x in enumerate(eqn.invars)]
-    outs_of_runs: list[Sequence[Value]] = []
-    for k, bound in enumerate(bounds):
-        part = [walk.runs[x][k] if n in places else x for n, x in enumerate(read)]
+class _Found(NamedTuple):
+    """An equation that reads runs of rows.
 
-        def on_rows(*values: Array, rows: slice = slice(*bound)) -> Sequence[Array]:
-            pairs = zip(values, has_rows, strict=True)
-            return jaxprs.bind(eqn, [x[rows] if cut else x for x, cut in pairs])
+    Attributes:
+        walk: the program.
+        eqn: the equation.
+        read: what it reads.
+        site: where it stands.
+        places: which of the values that it reads come in runs.
+        bounds: where the runs begin and end, the same for all of them.
+    """
 
-        outs_of_runs.append(walk.traced(on_rows, part, Site(eqn, site)))
-    walk.runs.update(zip(outs, zip(*outs_of_runs, strict=True), strict=True))
-    return outs
+    walk: Walk
+    eqn: JaxprEqn
+    read: Sequence[Value]
+    site: Site
+    places: Sequence[int]
+    bounds: Bounds
 
+    def traced(self, fun: Callable[..., Any], ins: Sequence[Value]) -> Sequence[Value]:
+        """The steps of a function that takes the place of the equation."""
+        return self.walk.traced(fun, ins, Site(self.eqn, self.site))
 
-def _sliced(
-    walk: Walk, eqn: JaxprEqn, value: Value, bounds: Bounds, site: Site
-) -> Sequence[Value] | None:
-    """Rows that are all in one run, of that run."""
-    params = eqn.params
-    first, last = params['start_indices'][0], params['limit_indices'][0]
-    for part, (start, stop) in zip(walk.runs[value], bounds, strict=True):
-        if start <= first and last <= stop:
-            begin = first - start, *params['start_indices'][1:]
-            end = last - start, *params['limit_indices'][1:]
-            strides = params['strides']
-            rows = lambda x: [jax.lax.slice(x, begin, end, strides)]  # noqa: E731, B023
-            return walk.traced(rows, [part], Site(eqn, site))
-    return None
+    def elementwise(self) -> Sequence[Value]:
+        """The equation on all rows, and on each run by itself."""
+        outs = self.walk.whole(self.eqn, self.read, self.site)
+        has_rows = [
+            n not in self.places and type_of(x).ndim
+            for n, x in enumerate(self.eqn.invars)
+        ]
+        outs_of_runs: list[Sequence[Value]] = []
+        for k, bound in enumerate(self.bounds):
+            part = [
+                self.walk.runs[x][k] if n in self.places else x
+                for n, x in enumerate(self.read)
+            ]
 
+            def on_rows(*values: Array, rows: slice = slice(*bound)) -> Sequence[Array]:
+                pairs = zip(values, has_rows, strict=True)
+                return jaxprs.bind(
+                    self.eqn, [x[rows] if cut else x for x, cut in pairs]
+                )
 
-def _scans(
-    eqn: JaxprEqn, places: Sequence[int], bounds: Bounds
-) -> Callable[..., list[Array]]:
-    """A function that runs the turns of a scan in several scans."""
-    params, carried = eqn.params, jaxprs.carried_by(eqn)
-    body, reverse = params['jaxpr'], params['reverse']
+            outs_of_runs.append(self.traced(on_rows, part))
+        runs = zip(*outs_of_runs, strict=True)
+        self.walk.runs.update(zip(outs, runs, strict=True))
+        return outs
 
-    def scans(*values: Array) -> list[Array]:
-        operands = [*values[: len(eqn.invars) - len(places)]]
+    def sliced(self) -> Sequence[Value] | None:
+        """Rows that are all in one run, of that run."""
+        params, runs = self.eqn.params, self.walk.runs[self.read[0]]
+        first, last = params['start_indices'][0], params['limit_indices'][0]
+        for part, (start, stop) in zip(runs, self.bounds, strict=True):
+            if start <= first and last <= stop:
+                begin = first - start, *params['start_indices'][1:]
+                end = last - start, *params['limit_indices'][1:]
+                cut = functools.partial(jax.lax.slice, strides=params['strides'])
+                of_rows = lambda x: [cut(x, begin, end)]  # noqa: E731, B023
+                return self.traced(of_rows, [part])
+        return None
+
+    def scans(self) -> Sequence[Value]:
+        """The turns of a scan in several scans."""
+        parts = [x for n in self.places for x in self.walk.runs[self.read[n]]]
+        whole = [x for n, x in enumerate(self.read) if n not in self.places]
+        return self.traced(self._run_scans, [*whole, *parts])
+
+    def _run_scans(self, *values: Array) -> list[Array]:
+        """The scans, of the values that are in no runs, then those in runs."""
+        params, carried = self.eqn.params, jaxprs.carried_by(self.eqn)
+        body, reverse = params['jaxpr'], params['reverse']
+        operands: list[Any] = [*values[: len(self.read) - len(self.places)]]
         parts = iter(values[len(operands) :])
-        for n in places:
-            operands.insert(n, [next(parts) for _ in bounds])
+        for n in self.places:
+            operands.insert(n, [next(parts) for _ in self.bounds])
         consts, xs = operands[: carried.start], operands[carried.stop :]
         carry = operands[carried.start : carried.stop]
 
@@ -136,7 +158,7 @@ def _scans(
             return out[: len(carry)], out[len(carry) :]
 
         ys_of_runs: list[Any] = []
-        runs = [*enumerate(bounds)]
+        runs = [*enumerate(self.bounds)]
         for k, (start, stop) in runs[::-1] if reverse else runs:
             rows = [x[k] if isinstance(x, list) else x[start:stop] for x in xs]
             options = stop - start, reverse, params['unroll']
@@ -145,45 +167,38 @@ def _scans(
         stacked = zip(*(ys_of_runs[::-1] if reverse else ys_of_runs), strict=True)
         return [*carry, *map(jnp.concatenate, stacked)]
 
-    return scans
+    def scan_by_index(self) -> Sequence[Value] | None:
+        """A scan that reads rows of one known run alone, by an index.
 
+        Other rows do not count. ``nn.scan`` with ``frozen_layers=`` reads the whole
+        stack so. The known run, padded, takes the place of the stack.
+        """
+        walk, read = self.walk, [*self.read]
+        body, first = self.eqn.params['jaxpr'].jaxpr, jaxprs.carried_by(self.eqn).stop
+        for n in self.places:
+            size = _aval_of(walk, read[n]).shape[0]
+            indices = [
+                _known(walk, read[k])
+                for k in range(first, len(read))
+                if _reads_rows(body, body.invars[n], body.invars[k])
+            ]
+            lows = [i.min(initial=size) for i in indices if i is not None]
+            highs = [i.max(initial=0) for i in indices if i is not None]
+            for part, (start, stop) in zip(
+                walk.runs[read[n]], self.bounds, strict=True
+            ):
+                is_inside = lows and min(lows) >= start and max(highs) < stop
+                if is_inside and not is_in(part, walk.changing):
+                    ends = start, size - stop
 
-def _by_index(
-    walk: Walk,
-    eqn: JaxprEqn,
-    read: Sequence[Value],
-    places: Sequence[int],
-    bounds: Bounds,
-    site: Site,
-) -> Sequence[Value] | None:
-    """A scan that reads rows of one known run alone, by an index: others do not count.
+                    def padded(x: Array, ends: tuple[int, int] = ends) -> list[Array]:
+                        return [jnp.pad(x, [ends] + [(0, 0)] * (x.ndim - 1))]
 
-    ``nn.scan`` with ``frozen_layers=`` reads the whole stack so. The known run, padded,
-    takes the place of the stack.
-    """
-    body, first = eqn.params['jaxpr'].jaxpr, jaxprs.carried_by(eqn).stop
-    read = [*read]
-    for n in places:
-        size = _aval_of(walk, read[n]).shape[0]
-        indices = [
-            _known(walk, read[k])
-            for k in range(first, len(read))
-            if _reads_rows(body, body.invars[n], body.invars[k])
-        ]
-        lows = [i.min(initial=size) for i in indices if i is not None]
-        highs = [i.max(initial=0) for i in indices if i is not None]
-        for part, (start, stop) in zip(walk.runs[read[n]], bounds, strict=True):
-            is_inside = lows and min(lows) >= start and max(highs) < stop
-            if is_inside and not is_in(part, walk.changing):
-                ends = start, size - stop
-
-                def padded(x: Array, ends: tuple[int, int] = ends) -> list[Array]:
-                    return [jnp.pad(x, [ends] + [(0, 0)] * (x.ndim - 1))]
-
-                [read[n]] = walk.traced(padded, [part], Site(eqn, site))
-                break
-    is_fixed = not any(is_in(x, walk.changing) for x in read)
-    return walk.whole(eqn, read, site) if is_fixed else None
+                    [read[n]] = self.traced(padded, [part])
+                    break
+        if any(is_in(x, walk.changing) for x in read):
+            return None
+        return walk.whole(self.eqn, read, self.site)
 
 
 def _reads_rows(jaxpr: Jaxpr, stack: Atom, index: Atom) -> bool:

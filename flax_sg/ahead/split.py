@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from flax_sg import errors
 from flax_sg.ahead import bodies, runs
 from flax_sg.ahead.costs import bytes_of, is_cheap
 from flax_sg.ahead.cut import cheapest_cut
-from flax_sg.ahead.examples import Batch, Examples
+from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.walk import Walk
 from flax_sg.internals import jaxprs
 from flax_sg.internals.program import Site, Step, Value, made_by, numbers_in
@@ -19,6 +18,10 @@ from flax_sg.internals.types import Array, Aval
 
 # More bytes than anything has.
 _NEVER = 1 << 60
+
+
+# For values that late can make of parameters and constants, the parameters.
+_OfParameters: TypeAlias = dict[int, frozenset[int]]
 
 
 class Split(NamedTuple):
@@ -33,7 +36,8 @@ class Split(NamedTuple):
         constants: the values that are constants of the program.
         steps: all steps.
         changing: the values that change from step to step.
-        once: the values that do not change and that late cannot make of parameters.
+        only_early: the values that do not change and that late cannot make of
+            parameters.
         data: the values that depend on the data of a batch.
     """
 
@@ -45,7 +49,7 @@ class Split(NamedTuple):
     constants: dict[int, Array]
     steps: list[Step]
     changing: set[int]
-    once: set[int]
+    only_early: set[int]
     data: set[int]
 
 
@@ -63,60 +67,87 @@ def split(
         is_data: for each input whether it comes with a batch. The others are
             parameters: late has them.
         batch: with ``examples=True`` where the examples are. Steps that mix them run at
-            each step. So does what reads no data: it is no row.
+            each step. So does what reads no data: it is of no example.
     """
     walk = Walk((runs.in_runs, bodies.in_halves), batch)
     inputs = [walk.new(var.aval) for var in program.jaxpr.invars]
     walk.changing = {n for n in inputs if changes[n]}
     walk.data = {n for n in inputs if is_data[n]} - walk.changing
     outputs = walk.walk(program, inputs, Site())
-    changing, data = walk.changing, walk.data
-    at_each_step, fixed = list[Step](), list[Step]()
-    for step in walk.steps:
-        is_fixed = changing.isdisjoint((*step.read(), *step.outs))
-        is_fixed = is_fixed and not jaxprs.has_effect(step.eqn)
-        (fixed if is_fixed else at_each_step).append(step)
-    live = _needed(at_each_step, outputs)
-    ends = [*numbers_in(outputs), *(x for step in live for x in step.read())]
-    # What late makes of parameters and constants: for each value the parameters.
-    roots: dict[int, frozenset[int]] = dict.fromkeys(walk.constants, frozenset())
-    roots.update({n: frozenset((n,)) for n in inputs if n not in changing | data})
-    for step in fixed:
-        read = step.read()
-        is_made = is_cheap(step.eqn) or _is_unpacked(step, roots)
-        is_made = is_made or (batch is not None and data.isdisjoint(read))
-        if is_made and all(x in roots for x in read):
-            of_read = frozenset[int]().union(*(roots[x] for x in read))
-            roots.update(dict.fromkeys(step.outs, of_read))
-    read_anyway = frozenset[int]().union(*(roots[x] for x in ends if x in roots))
-    # What late can make again, if no other parameter is read for it: and of what.
-    makers: dict[int, list[int]] = {}
-    for step in fixed:
-        read = step.read()
-        is_free = all(roots.get(x, read_anyway) <= read_anyway for x in read)
-        if is_free and (is_cheap(step.eqn) or _is_looked_up(step.eqn)):
-            of_kept = [x for x in dict.fromkeys(read) if x not in roots]
-            makers.update(dict.fromkeys(step.outs, of_kept))
-    once = {n for n in range(len(walk.avals)) if n not in roots and n not in changing}
+    fixed = [step for step in walk.steps if _is_fixed(step, walk)]
+    live = _needed_at_each_step(walk, outputs)
+    read = [*numbers_in(outputs), *(x for step in live for x in step.read())]
+    made = _made_of_parameters(walk, fixed, {*inputs} - walk.changing - walk.data)
+    only_early = {*range(len(walk.avals))} - made.keys() - walk.changing
     sizes = {
         n: bytes_of(walk.avals[n]) if batch is None or batch.can_be_kept(n) else _NEVER
-        for n in once
+        for n in only_early
     }
-    kept = sorted(cheapest_cut(sizes, makers, [x for x in ends if x in once]))
-    late = made_by(walk.steps, ends, live, kept)
-    early = made_by(walk.steps, kept)
-    parts = early, late, kept, outputs, walk.avals, walk.constants, walk.steps
-    return Split(*parts, changing, once, data)
+    needed = [x for x in read if x in only_early]
+    kept = sorted(cheapest_cut(sizes, _makers(fixed, made, read), needed))
+    return Split(
+        early=made_by(walk.steps, kept),
+        late=made_by(walk.steps, read, live, kept),
+        kept=kept,
+        outputs=outputs,
+        avals=walk.avals,
+        constants=walk.constants,
+        steps=walk.steps,
+        changing=walk.changing,
+        only_early=only_early,
+        data=walk.data,
+    )
 
 
-def _needed(at_each_step: Sequence[Step], outputs: Iterable[Value]) -> list[Step]:
+def _is_fixed(step: Step, walk: Walk) -> bool:
+    """Whether a step makes the same each time, and does no more than that."""
+    values = *step.read(), *step.outs
+    return walk.changing.isdisjoint(values) and not jaxprs.has_effect(step.eqn)
+
+
+def _needed_at_each_step(walk: Walk, outputs: Iterable[Value]) -> list[Step]:
     """Of the steps that run at each step those that an output needs, and effects."""
     needed, live = set(numbers_in(outputs)), list[Step]()
-    for step in reversed(at_each_step):
+    for step in reversed(walk.steps):
+        if _is_fixed(step, walk):
+            continue
         if jaxprs.has_effect(step.eqn) or not needed.isdisjoint(step.outs):
             live.append(step)
             needed.update(step.read())
     return live[::-1]
+
+
+def _made_of_parameters(
+    walk: Walk, fixed: Iterable[Step], parameters: Iterable[int]
+) -> _OfParameters:
+    """What late makes of parameters and constants: what is cheap, or of no example."""
+    made: _OfParameters = dict.fromkeys(walk.constants, frozenset())
+    made.update({n: frozenset((n,)) for n in parameters})
+    for step in fixed:
+        read = step.read()
+        is_made = is_cheap(step.eqn) or _is_unpacked(step, made)
+        is_made = is_made or (walk.batch is not None and walk.data.isdisjoint(read))
+        if is_made and all(x in made for x in read):
+            made.update(dict.fromkeys(step.outs, _union(made, read)))
+    return made
+
+
+def _makers(
+    fixed: Iterable[Step], made: _OfParameters, read: Iterable[int]
+) -> dict[int, list[int]]:
+    """What late can make again, if no other parameter is read for it: and of what."""
+    makers, read_anyway = dict[int, list[int]](), _union(made, read)
+    for step in fixed:
+        read = step.read()
+        is_free = all(made.get(x, read_anyway) <= read_anyway for x in read)
+        if is_free and (is_cheap(step.eqn) or _is_looked_up(step.eqn)):
+            of_kept = [x for x in dict.fromkeys(read) if x not in made]
+            makers.update(dict.fromkeys(step.outs, of_kept))
+    return makers
+
+
+def _union(made: _OfParameters, values: Iterable[int]) -> frozenset[int]:
+    return frozenset[int]().union(*(made.get(x, ()) for x in values))
 
 
 def _is_looked_up(eqn: JaxprEqn) -> bool:
@@ -126,35 +157,8 @@ def _is_looked_up(eqn: JaxprEqn) -> bool:
     return bytes_of(eqn.invars[1].aval) < bytes_of(eqn.outvars[0].aval)
 
 
-def _is_unpacked(step: Step, roots: dict[int, frozenset[int]]) -> bool:
+def _is_unpacked(step: Step, made: _OfParameters) -> bool:
     """Whether a table is read by parameters: weights are made of their codes."""
     if step.name != 'gather':
         return False
-    return any(roots.get(n) for n in numbers_in(step.ins[1:2]))
-
-
-def of_the_batch(parts: Split, inputs: Mapping[int, tuple[str, Aval]]) -> str:
-    """Says that rows of what is kept are not single examples; empty if they may be.
-
-    Args:
-        parts: a program that was split without looking at examples.
-        inputs: the data of a batch, as for ``Batch``.
-    """
-    whole = 'If the data are a batch, what is kept belongs to all of it'
-    advice = 'For rows of single examples, write examples=True.'
-    arrays = {n: named for n, named in inputs.items() if named[1].shape}
-    if not arrays:
-        return ''
-    try:
-        batch = Batch(arrays)
-    except errors.ArgumentTypeError:
-        return f'{whole}. {advice}'
-    mixed = next(filter(None, map(batch.mixed_in, parts.early)), [])
-    if mixed:
-        return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
-    rows = [
-        batch.places.get(n) == Examples() and parts.avals[n].shape[0] == batch.count
-        for n in parts.kept
-        if n in parts.data
-    ]
-    return '' if all(rows) else f'{whole}. {advice}'
+    return any(made.get(n) for n in numbers_in(step.ins[1:2]))

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from flax_sg.ahead.examples import Batch
+from flax_sg.ahead.writes import handed_through
 from flax_sg.internals import jaxprs
 from flax_sg.internals.equal import identity_of
 from flax_sg.internals.program import Program, Site, Step, Value, is_in
@@ -20,6 +21,20 @@ from flax_sg.internals.types import Array
 Rule: TypeAlias = Callable[
     ['Walk', JaxprEqn, Sequence[Value], Site], Sequence[Value] | None
 ]
+
+
+def _handed_on(eqn: JaxprEqn, read: Sequence[Value]) -> list[Value] | None:
+    """The values that an equation returns as they are, in order; None for others.
+
+    A stop, or a function whose rule alone does something, only says how a value is
+    differentiated. Late stops what does not change: there it says nothing.
+    """
+    if eqn.primitive.name == 'stop_gradient':
+        return [*read]
+    if eqn.primitive.name not in jaxprs.CUSTOM_CALLS:
+        return None
+    places = handed_through(jaxprs.closed_body_of(eqn))
+    return None if None in places else [read[n] for n in places if n is not None]
 
 
 class Walk(Program):
@@ -95,6 +110,9 @@ class Walk(Program):
 
     def add(self, eqn: JaxprEqn, read: Sequence[Value], site: Site) -> Sequence[Value]:
         """Adds an equation, or the parts that it can be taken apart into."""
+        is_new = any(is_in(x, self.changing) for x in read)
+        if not is_new and (same := _handed_on(eqn, read)) is not None:
+            return same
         if jaxprs.is_plain_jit(eqn) or eqn.primitive.name in jaxprs.CLOSED:
             return self.walk(jaxprs.closed_body_of(eqn), read, Site(eqn, site))
         if not jaxprs.has_effect(eqn):

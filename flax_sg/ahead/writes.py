@@ -70,8 +70,8 @@ def handed_through(jaxpr: AnyJaxpr) -> list[int | None]:
 
     for eqn in jaxpr.eqns:
         bodies = jaxprs.Bodies.of(eqn)
-        rows = zip(*map(handed_through, bodies.jaxprs), strict=True)
-        for k, (number, *numbers) in enumerate(rows):
+        of_bodies = zip(*map(handed_through, bodies.jaxprs), strict=True)
+        for k, (number, *numbers) in enumerate(of_bodies):
             if number is None or any(n != number for n in numbers):
                 continue
             # A loop carries a value at its place, and stacks what it has scanned.
@@ -114,7 +114,7 @@ class Watch:
         for number, holder in enumerate(argument.holders(value)):
             if is_variable(holder):
                 variables.setdefault(id(holder), (holder, []))[1].append(number)
-        self._rows = [
+        self._before = [
             (variable, numbers, jax.tree.leaves(variable))
             for variable, numbers in variables.values()
         ]
@@ -127,7 +127,7 @@ class Watch:
         """
         is_same = leaves_of(self._value).treedef == self._argument.treedef
         holders = self._argument.holders(self._value) if is_same else []
-        for variable, numbers, before in self._rows:
+        for variable, numbers, before in self._before:
             now = holders[numbers[0]] if is_same else variable
             arrays, treedef = jax.tree.flatten(now)
             if [*map(id, arrays)] != [*map(id, before)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -56,14 +57,21 @@ def _value(value: Any) -> Hashable:
 
 def _program(jaxpr: Jaxpr) -> Hashable:
     """The equations of a jaxpr, with a number for each variable."""
-    numbers: dict[Var, int] = {}
+    numbers: dict[Var, Literal | int] = {}
+    unused = itertools.count()
 
     def at(atom: Atom) -> Literal | int:
-        is_literal = isinstance(atom, Literal)
-        return atom if is_literal else numbers.setdefault(atom, len(numbers))
+        if isinstance(atom, Literal):
+            return atom
+        if atom not in numbers:
+            numbers[atom] = next(unused)
+        return numbers[atom]
 
     ins = tuple((at(var), var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
     eqns = []
     for eqn in jaxpr.eqns:
-        eqns.append((_equation(eqn, map(at, eqn.invars)), *map(at, eqn.outvars)))
+        if eqn.primitive.name == 'stop_gradient':  # Another rule alone, as above.
+            numbers[eqn.outvars[0]] = at(eqn.invars[0])
+        else:
+            eqns.append((_equation(eqn, map(at, eqn.invars)), *map(at, eqn.outvars)))
     return ins, tuple(eqns), tuple(_value(at(atom)) for atom in jaxpr.outvars)

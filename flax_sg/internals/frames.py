@@ -34,10 +34,15 @@ def is_of_user(code: types.CodeType) -> bool:
     return _is_file_of_user(code.co_filename)
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to a package that was installed, such as optax."""
+    return 'site-packages' in file or 'dist-packages' in file
+
+
 @functools.lru_cache(4096)
 def _is_file_of_user(file: str) -> bool:
     # ``site-packages`` may lie inside the folder of the standard library.
-    is_standard = file.startswith(_STANDARD) and 'site-packages' not in file
+    is_standard = file.startswith(_STANDARD) and not is_installed(file)
     return not is_standard and not file.startswith(_NOT_OF_USERS)
 
 

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -334,6 +334,16 @@ def is_of_cond(eqn: JaxprEqn) -> bool:
     return any(code.co_filename == _CONDITIONALS for code in of_jax)
 
 
+def nearest(lines: Iterable[Frame]) -> str:
+    """The innermost line in words; '' if there is none.
+
+    A line of the user's own files is nearer than one of a package, such as optax.
+    """
+    known = [*lines]
+    own = (frame for frame in known if not frames.is_installed(frame.file))
+    return next(map(described, itertools.chain(own, known)), '')
+
+
 def described(frame: Frame) -> str:
     """A line in words: ``'model.py:31 (Net.__call__)'``, or a cell of a notebook."""
     return f'{frames.file_name(frame.file)}:{frame.line} ({frame.function})'
@@ -341,7 +351,7 @@ def described(frame: Frame) -> str:
 
 def source_of(eqn: JaxprEqn, within: str = '') -> str:
     """The line of the user that made an equation, or ''; see ``frames_of``."""
-    return next(map(described, frames_of(eqn, within)), '')
+    return nearest(frames_of(eqn, within))
 
 
 def operation(eqn: JaxprEqn) -> str:

@@ -35,8 +35,16 @@ class Site(NamedTuple):
             yield from self.outer.frames(self.call)
 
     def source(self, eqn: JaxprEqn) -> str:
-        """The innermost of these lines, in words."""
-        return next(map(jaxprs.described, self.frames(eqn)), UNKNOWN)
+        """The nearest of these lines, in words."""
+        return jaxprs.nearest(self.frames(eqn)) or UNKNOWN
+
+    def is_backward(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation of the body is of a backward pass in the program."""
+        if 'transpose(' in jaxprs.name_stack_of(eqn):
+            return True
+        if self.call is None or self.outer is None:
+            return False
+        return self.outer.is_backward(self.call)
 
     def function(self) -> str:
         """The innermost jitted function that has the body in it, see ``frames_of``."""
@@ -72,6 +80,11 @@ class Step:
     def source(self) -> str:
         """The line of the user."""
         return self.site.source(self.eqn)
+
+    @property
+    def described(self) -> str:
+        """What it does, and the line of the user."""
+        return f'{jaxprs.operation(self.eqn)} at {self.source}'
 
     def read(self) -> list[int]:
         """The values that it reads, without constants."""

@@ -64,9 +64,12 @@ class Matrix:
             rows.append([row.name, *cells, *note])
         words = self.used_words()
         width = max((len(word.text) for word in words), default=0)
-        legend = [f'{word.text:{width}}  {word.meaning}' for word in words]
+        legend = [
+            text.wrapped(f'{word.text:{width}}  {word.meaning}', width + 2)
+            for word in words
+        ]
         head = ['', *self.columns, *[self.notes] * bool(self.notes)]
-        lines = [text.table(head, rows, most=100), '', *legend]
+        lines = [text.table(head, rows, in_blocks=True), '', *legend]
         if self.totals:
-            lines += ['', *map(text.printable, self.totals)]
+            lines += ['', *map(text.wrapped, map(text.printable, self.totals))]
         return text.encodable('\n'.join(lines).rstrip())

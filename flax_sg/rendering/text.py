@@ -6,20 +6,24 @@ import itertools
 import math
 import re
 import sys
+import textwrap
 import unicodedata
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from flax_sg.errors.texts import unknown_choice
+
+WIDTH = 80
+"""How many columns of a terminal a report takes."""
 
 
 def table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Sequence[str] = (),
-    most: float = math.inf,
+    in_blocks: bool = False,
 ) -> str:
-    """Formats rows of text below a heading. No word is cut.
+    """Formats rows of text below a heading, in 80 columns.
 
     >>> print(table(['module', 'size'], [['head', '8'], ['body', '64']], ['size']))
     module   size
@@ -27,18 +31,21 @@ def table(
     head        8
     body       64
 
+    Cells that are too long are continued on the next line, behind a '/' or a space.
+
     Args:
         head: the heading of each column.
         rows: the cells of each row.
         right: the headings of the columns that are aligned on the right.
-        most: how wide a table may be. A wider one is several below each other, each
-            with the first column. One column fits beside it in any case.
+        in_blocks: whether a table with many columns is several below each other, each
+            with the first column.
     """
     first, *columns = zip(head, *rows, strict=True)
     blocks = [[first]]
     for column in columns:
-        widths = [max(map(width, cells)) + 3 for cells in (*blocks[-1], column)]
-        if sum(widths) - 3 > most and len(blocks[-1]) > 1:
+        widths = [min(max(map(width, x)), WIDTH // 2) for x in (*blocks[-1], column)]
+        is_full = sum(widths) + 3 * len(blocks[-1]) > WIDTH
+        if in_blocks and is_full and len(blocks[-1]) > 1:
             blocks.append([first])
         blocks[-1].append(column)
     return '\n\n'.join(_table(block, right) for block in blocks)
@@ -46,18 +53,48 @@ def table(
 
 def _table(columns: Sequence[Sequence[str]], right: Sequence[str]) -> str:
     """Formats columns of text, each of which begins with its heading."""
-    aligned: list[list[str]] = []
-    for cells in columns:
-        cells, is_right = [*map(printable, cells)], cells[0] in right
-        most = max(map(width, cells))
-        gaps = [' ' * (most - width(cell)) for cell in cells]
-        pairs = (
-            zip(gaps, cells, strict=True) if is_right else zip(cells, gaps, strict=True)
-        )
-        aligned.append([*map(''.join, pairs)])
-    lines = ['   '.join(row) for row in zip(*aligned, strict=True)]
-    lines.insert(1, '─' * width(lines[0]))
-    return encodable('\n'.join(line.rstrip() for line in lines))
+    columns = [[*map(printable, cells)] for cells in columns]
+    widths = [max(map(width, cells)) for cells in columns]
+    gaps = 3 * (len(widths) - 1)
+    while sum(widths) + gaps > WIDTH:
+        widths[widths.index(max(widths))] -= 1
+    is_right = [cells[0] in right for cells in columns]
+
+    def lines_of(row: Sequence[str]) -> Iterator[str]:
+        for parts in itertools.zip_longest(*map(_in_lines, row, widths), fillvalue=''):
+            yield '   '.join(map(_padded, parts, widths, is_right)).rstrip()
+
+    head, *rows = zip(*columns, strict=True)
+    lines = [*lines_of(head), '─' * (sum(widths) + gaps)]
+    return encodable('\n'.join([*lines, *(x for row in rows for x in lines_of(row))]))
+
+
+def _padded(cell: str, most: int, is_right: bool) -> str:
+    gap = ' ' * (most - width(cell))
+    return gap + cell if is_right else cell + gap
+
+
+def _in_lines(cell: str, most: int) -> list[str]:
+    """A cell in lines of so many columns. Only a word that is longer is cut."""
+    lines = ['']
+    for word in re.split(r'(?<=[/ ])', cell):
+        pieces = [word] if width(word.rstrip()) <= most else word
+        for piece in pieces:
+            if width(lines[-1] + piece.rstrip()) > most:
+                lines.append('')
+            lines[-1] += piece
+    return lines
+
+
+def wrapped(line: str, indent: int = 0) -> str:
+    """A sentence below a table, in lines of 80 columns. No word is cut."""
+    return textwrap.fill(
+        line,
+        WIDTH,
+        subsequent_indent=' ' * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def width(text: str) -> int:

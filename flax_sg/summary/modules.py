@@ -24,7 +24,7 @@ from flax_sg.summary.programs import classes_of, variables_of
 from flax_sg.trees.leaves import leaves_of
 from flax_sg.trees.trainable import DECLARED
 
-_LINES, _WIDTH = 50, 80
+_LINES = 50
 # Parameters are immutable here: written collections do not count as outputs.
 _STATE = DenyList(('params', 'intermediates'))
 
@@ -248,8 +248,7 @@ def _as_text(rows: Sequence[ModuleRow]) -> str:
         name = '  ' * len(row.names) + (row.names[-1] if row.names else '(model)')
         _, *values = row.as_dict().values()
         cells.append([name, *(x if isinstance(x, str) else f'{x:,}' for x in values)])
-    table = text.table(head, cells, right)
-    if max(map(text.width, table.splitlines())) <= _WIDTH:
-        return table
-    head, *cells = ([name, *columns] for name, _, *columns in (head, *cells))
+    widths = (max(map(text.width, column)) for column in zip(head, *cells, strict=True))
+    if sum(widths) + 3 * (len(head) - 1) > text.WIDTH:
+        head, *cells = ([name, *columns] for name, _, *columns in (head, *cells))
     return text.table(head, cells, right)

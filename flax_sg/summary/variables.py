@@ -69,7 +69,8 @@ class Paths(InNotebooks, tuple[Variable, ...]):
         lines = [f'The filter selects {count} of {len(self)} variables.']
         kinds = dict.fromkeys(x.kind for x in self if not x.is_parameter)
         if kinds:
-            lines.append(f'Views take parameters, and by kind=: {", ".join(kinds)}.')
+            line = f'Views take parameters, and by kind=: {", ".join(kinds)}.'
+            lines.append(text.wrapped(line))
         return '\n'.join([text.table(head, cells), '', *lines])
 
     __str__ = __repr__

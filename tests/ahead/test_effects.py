@@ -141,3 +141,30 @@ def test_what_is_printed_of_features() -> None:
         jax.effects_barrier()
         assert len(seen) == count
     np.testing.assert_allclose(seen, float(features(PARAMS, X).sum()), rtol=1e-5)
+
+
+def test_a_pure_callback_is_pure() -> None:
+    """It is computed once, and two equal ones are one; others run at each step."""
+    calls: list[str] = []
+
+    def double(x: Any) -> Any:
+        calls.append('pure')
+        return np.asarray(x) * 2
+
+    def fun(params: Any, x: Any) -> Any:
+        y = features(params, x)
+        one, other = (jax.pure_callback(double, y, y) for _ in range(2))
+        io_callback(lambda: calls.append('io'), None)
+        jax.debug.callback(lambda: calls.append('debug'))
+        return jnp.mean((one + lax.stop_gradient(other)) @ params['head'])
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    kept = ahead.early(PARAMS, X)
+    jax.effects_barrier()
+    assert calls == ['pure']
+    assert [k.shape for k in kept] == [(3, 4)]
+    for _ in range(2):
+        value = ahead.late(PARAMS, kept)
+        jax.effects_barrier()
+    assert sorted(calls) == ['debug', 'debug', 'io', 'io', 'pure']
+    np.testing.assert_allclose(value, fun(PARAMS, X), rtol=1e-5)

@@ -413,3 +413,52 @@ def test_what_is_the_same_for_all_examples() -> None:
     np.testing.assert_allclose(
         ahead.late(params, kept), loss(params, X[ROWS]), rtol=1e-5
     )
+
+
+def test_tokens_that_are_merged_on_a_mesh_of_explicit_axes() -> None:
+    """JAX merges an axis that is split over devices only with those behind it."""
+    mesh = jax.make_mesh((2,), ('data',), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec('data')
+    params = {'body': jnp.eye(4) / 2, 'head': jnp.ones((4, 3))}
+
+    def merged(params: Any, x: Any) -> Any:
+        y = jnp.tanh(x.reshape(40, 4) @ params['body'])
+        return jnp.mean((y @ params['head']) ** 2)
+
+    def moved(params: Any, x: Any) -> Any:
+        y = jnp.tanh(jnp.swapaxes(x, 0, 1) @ params['body'])
+        return jnp.mean((y @ params['head']) ** 2)
+
+    def apart(params: Any, x: Any) -> Any:
+        y = jnp.tanh(x.reshape(8, 20) @ jnp.tile(params['body'], (5, 1)))
+        return jnp.mean((y.reshape(8, 2, 2) @ params['head'][:2]) ** 2)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.sin(jnp.arange(160.0)).reshape(8, 5, 4), spec)
+        for fun in merged, moved, apart:
+            ahead = sg.precompute(fun, params, x, wrt='head', examples=True)
+            for jitted in False, True:
+                early = jax.jit(ahead.early) if jitted else ahead.early
+                kept = early(params, x)
+                assert all(len(k) == 8 for k in kept)
+                ours = sg.value_and_grad(ahead.late, wrt='head')(params, kept)
+                right = sg.value_and_grad(fun, wrt='head')(params, x)
+                for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+                    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_metric_of_a_frozen_tower() -> None:
+    """The mean over a batch is taken at each step, and the tower runs once."""
+
+    def fun(params: Any, x: Any) -> Any:
+        h = jnp.tanh(jnp.tanh(x @ params['a']) @ params['b'])
+        return jnp.mean(x @ params['head']), {'mean': h.mean(0), 'norm': (h**2).sum()}
+
+    params = {name: jnp.eye(4) / 2 for name in ('a', 'b', 'head')}
+    x = jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+    ahead = sg.precompute(fun, params, x, wrt='head', examples=True)
+    kept = ahead.early(params, x)
+    assert str(jax.make_jaxpr(ahead.late)(params, kept)).count('dot_general[') == 1
+    both = ahead.late(params, kept), fun(params, x)
+    for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

@@ -1,5 +1,6 @@
 """What is kept: all that costs something and does not change, in the fewest bytes."""
 
+import functools
 from typing import Any
 
 import jax
@@ -162,6 +163,101 @@ def test_equal_steps_share_their_value(name: str) -> None:
     assert [k.shape for k in kept] == [(3, 4)]
     for params in PARAMS, MOVED:
         np.testing.assert_allclose(ahead.late(params, kept), fun(params, X), rtol=1e-5)
+
+
+# Ways to say that a branch trains nothing, of a tree or of a value.
+STOPS: dict[str, Any] = {
+    'lax': lax.stop_gradient,
+    'flax_sg': lambda tree: sg.stop_gradient(tree, True),
+    'of a filter': lambda tree: (
+        sg.stop_gradient(tree, 'torso') if isinstance(tree, dict) else tree
+    ),
+    'under jit': lambda tree: jax.jit(lax.stop_gradient)(tree),
+    'twice': lambda tree: lax.stop_gradient(jax.tree.map(lax.stop_gradient, tree)),
+    'of another size': lambda tree: jax.tree.map(
+        functools.partial(scaled_gradient, 0.5), tree
+    ),
+}
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def scaled_gradient(factor: float, x: Any) -> Any:
+    return x
+
+
+@scaled_gradient.defjvp
+def _of_scaled_gradient(factor: float, primals: Any, tangents: Any) -> Any:
+    return primals[0], factor * tangents[0]
+
+
+@pytest.mark.parametrize('name', STOPS)
+@pytest.mark.parametrize('of', TWICE)
+def test_a_stop_on_what_does_not_change(of: str, name: str) -> None:
+    """Two branches on one frozen torso: it is computed once, and kept once."""
+    features, stop = TWICE[of], STOPS[name]
+
+    def fun(params: Any, x: Any) -> Any:
+        fixed = stop(params)
+        online = features(params, x) @ params['head']
+        target = features(fixed, x) @ fixed['cell']
+        inside = features(params, stop(x)) @ params['cell']
+        return jnp.mean((online - target) ** 2) + jnp.mean(jnp.sin(inside))
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    kept = ahead.early(PARAMS, X)
+    assert [k.shape for k in kept] == [(3, 4)]
+    for params in PARAMS, MOVED:
+        right = sg.value_and_grad(fun, wrt=TRAINED)(params, X)
+        ours = sg.value_and_grad(ahead.late, wrt=TRAINED)(params, kept)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            *(ours, right),
+        )
+
+
+def test_a_stop_within_a_body_that_does_not_change() -> None:
+    """A loop of the same turns, of which each stops what it has made."""
+
+    def fun(params: Any, x: Any) -> Any:
+        def of(stop: Any) -> Any:
+            turn = lambda h, _: (stop(torso(params, h)), h)  # noqa: E731
+            return lax.scan(turn, x, None, 3)[0]
+
+        y = of(lambda h: h) @ params['head'] - of(lax.stop_gradient) @ params['cell']
+        return jnp.mean(y**2)
+
+    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
+    assert [k.shape for k in ahead.kept] == [(3, 4)]
+    ours = sg.grad(ahead.late, wrt=TRAINED)(MOVED, ahead.early(PARAMS, X))
+    right = sg.grad(fun, wrt=TRAINED)(MOVED, X)
+    for name in TRAINED:
+        np.testing.assert_allclose(ours[name], right[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_stop_on_what_changes_stays() -> None:
+    """On what is trained, on what reads it, on rows, on ``each=``, on a mean."""
+
+    def fun(params: Any, x: Any, weight: Any) -> Any:
+        h = torso(params, x)
+        y = h @ params['head']
+        rows = jnp.concatenate([lax.stop_gradient(params['torso'][:2]), params['cell']])
+        parts = lax.stop_gradient(rows) * rows
+        total = jnp.mean(lax.stop_gradient(y) * y) + jnp.sum(parts @ params['head'])
+        total += jnp.mean(lax.stop_gradient(params['cell']) @ params['cell'])
+        mean = lax.stop_gradient(h.mean(0)) * h.mean(0)
+        total += jnp.mean(mean[None] * y)
+        return total + lax.stop_gradient(weight) * weight * y.mean()
+
+    args = PARAMS, X, jnp.asarray(1.5)
+    for examples in False, True:
+        ahead = sg.precompute(fun, *args, wrt=TRAINED, each=2, examples=examples)
+        kept = ahead.early(PARAMS, X)
+        for params in PARAMS, MOVED:
+            ours = jax.grad(ahead.late, argnums=(0, 2))(params, kept, args[2])
+            right = jax.grad(fun, argnums=(0, 2))(params, *args[1:])
+            for name in TRAINED:
+                np.testing.assert_allclose(ours[0][name], right[0][name], rtol=1e-4)
+            np.testing.assert_allclose(ours[1], right[1], rtol=1e-5)
 
 
 def test_steps_that_look_equal() -> None:

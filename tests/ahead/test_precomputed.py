@@ -1,5 +1,6 @@
 """What ``early`` and ``late`` take and go through: arguments, models, transforms."""
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -303,104 +304,78 @@ def test_constants_of_the_split():
         ahead.early(PARAMS, {**data, 'tool': Broken()})
 
 
-def test_numbers_of_python_are_data() -> None:
-    """A weight that is 0.0 and a count that is 0 now are others at the next step."""
+def scaled(params: Any, x: Any, factor: Any) -> Any:
+    return loss(params, x @ params['body']['w']) * factor
 
-    def fun(params: Any, x: Any, scale: float, step: int, *, bias: float) -> Any:
+
+# What was another program in each trace, or another one for a tracer.
+OF_NUMBERS: dict[str, Any] = {
+    'a product': scaled,
+    'jnp.std, which has a NaN': lambda p, x, n: scaled(p, x, n + jnp.std(x)),
+    'a median': lambda p, x, n: scaled(p, x, n * jnp.median(x, 0)[0]),
+    'a callback': lambda p, x, n: (
+        jax.debug.callback(lambda x: None, x),
+        scaled(p, x, n),
+    )[1],
+    'its type': lambda p, x, n: scaled(p, x, n if isinstance(n, float) else 0.0),
+    'its text': lambda p, x, n: scaled(p, x, {'3.0': 5.0}.get(f'{n}', 1.0)),
+    'its value': lambda p, x, n: scaled(p, x, 1.0 if n > 2 else 2.0),
+    'many bits': lambda p, x, n: scaled(p, x, (1 - n / 3) * 1e9),
+    'a default': lambda p, x, n=2.0: scaled(p, x, n),
+}
+
+
+@pytest.mark.parametrize('name', OF_NUMBERS)
+def test_numbers_of_python_are_constants(name: str) -> None:
+    """The same number is right, and another one raises and names the cure."""
+    fun = OF_NUMBERS[name]
+    ahead = sg.precompute(fun, PARAMS, X, 3.0, wrt='head/**')
+    kept = ahead.early(PARAMS, X, 3.0)
+    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 3.0))
+    with pytest.raises(
+        sg.errors.ArgumentTypeError,
+        match=r'Argument 2 \(\w+\) is 4\.0, and was 3\.0.*\nGive an array\. .*each=',
+    ):
+        ahead.early(PARAMS, X, 4.0)
+
+
+def test_many_numbers_cost_one_trace() -> None:
+    """Labels in a list, a config of numbers: nothing is tried."""
+    traces: list[int] = []
+
+    def fun(params: Any, batch: Any) -> Any:
+        traces.append(1)
+        return scaled(params, batch['x'], batch['labels'][2] * jnp.std(batch['x']))
+
+    batch = {'x': X, 'labels': [*range(64)], 'rate': 0.1}
+    ahead = sg.precompute(fun, PARAMS, batch, wrt='head/**')
+    assert len(traces) == 1
+    assert_same(ahead.late(PARAMS, ahead.early(PARAMS, batch)), fun(PARAMS, batch))
+    batch = {**batch, 'labels': [0, 1, 7, *range(3, 64)]}
+    with pytest.raises(sg.errors.ArgumentTypeError, match=r'labels/2 in argument 1'):
+        ahead.early(PARAMS, batch)
+
+
+def test_numbers_that_may_change() -> None:
+    """Arrays among the data, and numbers in ``each=``: 0 is no constant there."""
+
+    def fun(params: Any, x: Any, scale: Any, step: int, *, bias: float) -> Any:
         y = jnp.tanh(x @ params['body']['w']) * scale
-        # Rules of derivatives are other functions in each trace, and a step that is a
-        # constant leaves numbers of numbers in the program, as the tracer does.
         y = jax.nn.relu(y) + optax.cosine_decay_schedule(1.0, 10)(step)
         y = jnp.where(step < 3, y, -y)
         return jnp.mean(y @ params['head']['w'] + bias)
 
-    ahead = sg.precompute(fun, PARAMS, X, 0.0, 0, wrt='head/**', bias=0.0)
+    how: Any = {'wrt': 'head/**', 'each': (3, 'bias')}
+    ahead = sg.precompute(fun, PARAMS, X, jnp.zeros(()), 0, bias=0.0, **how)
     for scale, step, bias in (0.0, 0, 0.0), (2.0, 2, 1.0), (0.5, 7, -1.0):
-        kept = ahead.early(PARAMS, X, scale, step, bias=bias)
+        kept = ahead.early(PARAMS, X, jnp.asarray(scale))
         right = fun(PARAMS, X, scale, step, bias=bias)
-        assert_same(ahead.late(PARAMS, kept), right)
+        assert_same(ahead.late(PARAMS, kept, step, bias=bias), right)
     # An int is a float, as in min(1, step / k); a float is no int.
-    kept = ahead.early(PARAMS, X, 1, 0, bias=0)
-    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 1.0, 0, bias=0.0))
+    right = fun(PARAMS, X, 0.5, 0, bias=1.0)
+    assert_same(ahead.late(PARAMS, kept, 0, bias=1), right)
     with pytest.raises(sg.errors.ArgumentTypeError, match=r'int32.*\n.*with a float'):
-        ahead.early(PARAMS, X, 0.0, 0.5, bias=0.0)
-
-
-def scaled(params: Any, x: Any, factor: Any) -> Any:
-    y = jnp.tanh(x @ params['body']['w']) @ params['head']['w']
-    return jnp.mean(y) * factor
-
-
-SCALES = jnp.full(X.shape, 0.5), jnp.full(X.shape, 2.0)
-
-
-def told(p: Any, x: Any, n: Any) -> Any:
-    """A number is told of, and a tracer is not; what is computed is the same."""
-    value = scaled(p, x, 1.0)
-    if isinstance(n, int):
-        jax.debug.callback(lambda: None)
-    return value
-
-
-OTHERWISE: dict[str, tuple[Any, Any]] = {
-    'its effects': (told, 3),
-    'its type': (lambda p, x, n: scaled(p, x, n if isinstance(n, float) else 1.0), 3.0),
-    'its text': (lambda p, x, n: scaled(p, x, {'3': 5.0}.get(f'{n}', 1.0)), 3),
-    'its shape': (lambda p, x, n: scaled(p, x, 1.0 if hasattr(n, 'shape') else 2.0), 3),
-    'of many bits': (lambda p, x, n: scaled(p, x, n * n / 1e9), 60000),
-    'of small differences': (lambda p, x, n: scaled(p, x, (1 - n) * 1e9), 1 - 1e-9),
-    'in a jitted function': (
-        lambda p, x, n: jax.jit(lambda x: scaled(p, x, 1.0 * isinstance(n, int)))(x),
-        3,
-    ),
-    'a callback': (
-        lambda p, x, n: scaled(
-            p,
-            jax.pure_callback(lambda x: x * (2 if isinstance(n, int) else 3), X, x),
-            1.0,
-        ),
-        3,
-    ),
-    'an axis': (
-        lambda p, x, n: jnp.sum(
-            (x @ p['body']['w']).sum(0 if isinstance(n, int) else 1)
-            * p['head']['w'].sum()
-        ),
-        3,
-    ),
-    'a constant': (
-        lambda p, x, n: scaled(p, x * SCALES[isinstance(n, int)], 1.0).sum(),
-        3,
-    ),
-    'a constant in a jitted function': (
-        lambda p, x, n: jax.jit(
-            lambda x: scaled(p, x * SCALES[isinstance(n, int)], 1.0)
-        )(x),
-        3,
-    ),
-}
-
-
-@pytest.mark.parametrize('name', OTHERWISE)
-def test_a_number_that_is_another_one_as_a_tracer(name: str) -> None:
-    """Nothing raises there: it is a constant, and another number raises."""
-    fun, number = OTHERWISE[name]
-    ahead = sg.precompute(fun, PARAMS, X, number, wrt='head/**')
-    kept = ahead.early(PARAMS, X, number)
-    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, number))
-    with pytest.raises(sg.errors.ArgumentTypeError, match=r'2 \(n\) is'):
-        ahead.early(PARAMS, X, number + 1)
-
-
-def test_a_function_without_numbers_is_traced_once() -> None:
-    traces: list[int] = []
-
-    def fun(params: Any, x: Any) -> Any:
-        traces.append(1)
-        return scaled(params, x, 1.0)
-
-    sg.precompute(fun, PARAMS, X, wrt='head/**')
-    assert len(traces) == 1
+        ahead.late(PARAMS, kept, 0.5, bias=0.0)
 
 
 def test_turns_of_a_loop_are_those_that_were_traced() -> None:
@@ -417,36 +392,115 @@ def test_turns_of_a_loop_are_those_that_were_traced() -> None:
     assert_same(grads['head'], right['head'])
 
 
-def test_a_number_whose_value_is_asked_for() -> None:
-    """It alone is a constant: other numbers are data, and a bool is a flag."""
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=['w', 'scale'], meta_fields=[]
+)
+@dataclasses.dataclass
+class Scaled:
+    """A model as those of equinox: a number among its parameters."""
 
-    def fun(params: Any, x: Any, scale: float, depth: int, last: bool) -> Any:
-        for _ in range(depth):
-            x = jnp.tanh(x @ params['body']['w'])
-        return jnp.mean((x if last else -x) @ params['head']['w']) * scale
+    w: Any
+    scale: Any
 
-    ahead = sg.precompute(fun, PARAMS, X, 0.0, 2, True, wrt='head/**')
-    kept = ahead.early(PARAMS, X, 3.0, 2, True)
-    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 3.0, 2, True))
-    for depth, last, what in (
-        (3, True, r'\(depth\) is 3'),
-        (2, False, r'\(last\) is False'),
+    def __call__(self, x: Any) -> Any:
+        y = jnp.tanh(x @ self.w)
+        return jnp.mean(y * self.scale if self.scale > 1 else y)
+
+
+def test_a_number_among_the_parameters() -> None:
+    """It is a constant if nothing trains it; otherwise the error names the field."""
+    model = Scaled(PARAMS['body']['w'], 2.0)
+    call = lambda model, x: model(jnp.tanh(x @ PARAMS['body']['w']))  # noqa: E731
+    for scale in 2.0, 2:  # Nobody can train a whole number.
+        model = dataclasses.replace(model, scale=scale)
+        wrt = 'w' if isinstance(scale, float) else sg.DECLARED
+        ahead = sg.precompute(call, model, X, wrt=wrt)
+        kept = ahead.early(model, X)
+        right = sg.grad(call, wrt='w')(model, X).w
+        assert_same(sg.grad(ahead.late, wrt='w')(model, kept).w, right)
+        with pytest.raises(sg.errors.ArgumentTypeError, match=r'scale in .* is 3\.0'):
+            ahead.late(dataclasses.replace(model, scale=3.0), kept)
+    model = dataclasses.replace(model, scale=2.0)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match='scale in argument'):
+        sg.precompute(call, model, X)
+
+    def weighed(model: Any, x: Any) -> Any:  # It does not ask for the value.
+        return jnp.sum(jnp.tanh(x @ PARAMS['body']['w']) @ model.w) * model.scale
+
+    ahead = sg.precompute(weighed, model, X)
+    kept = ahead.early(model, X)
+    for scale in 2.0, 3.0:
+        model = dataclasses.replace(model, scale=scale)
+        assert_same(sg.grad(ahead.late)(model, kept), sg.grad(weighed)(model, X))
+
+
+def test_an_error_of_jax_names_the_function_of_the_user() -> None:
+    """A step in ``each=`` whose value is asked for, and its argument."""
+
+    def asks(params: Any, x: Any, step: Any) -> Any:
+        return loss(params, x if step < 3 else 2 * x)
+
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError,
+        match=r'the function asks at .*test_precomputed.py.*Argument 2 \(step\)',
     ):
-        with pytest.raises(sg.errors.ArgumentTypeError, match=what):
-            ahead.early(PARAMS, X, 3.0, depth, last)
+        sg.precompute(asks, PARAMS, X, 0, wrt='head/**', each=2)
 
 
-def test_numbers_beside_examples_are_constants() -> None:
-    """A number is no row."""
+def passed_through(params: Any, batch: Any) -> Any:
+    """Labels are kept as they are, and some of them on a device."""
+    y = jax.device_put(batch['y'])
+    loss = jnp.mean(jnp.tanh(batch['x'] @ params['body']['w']) @ params['head']['w'])
+    return loss * jnp.sum(y) + jnp.sum(jax.lax.stop_gradient(batch['z'][0]))
 
-    def fun(params: Any, x: Any, scale: float) -> Any:
-        return loss(params, x) * scale
 
-    ahead = sg.precompute(fun, PARAMS, X, 2.0, wrt='head/**', examples=True)
-    kept = ahead.early(PARAMS, X, 2.0)
-    assert_same(ahead.late(PARAMS, kept), fun(PARAMS, X, 2.0))
-    with pytest.raises(sg.errors.ArgumentTypeError, match=r'is 3\.0, and was 2\.0'):
-        ahead.early(PARAMS, X, 3.0)
+@pytest.mark.parametrize('how', ('examples', 'batch', 'jit', 'donated'))
+def test_what_is_kept_is_no_buffer_of_the_caller(how: str) -> None:
+    """A loader that fills its arrays again, and one that donates them."""
+    x, y, z = np.array(X), np.arange(3.0, dtype='f'), (np.ones((3, 256), 'f'),)
+    big = {'x': x, 'y': y, 'z': z}
+    ahead = sg.precompute(
+        passed_through, PARAMS, big, wrt='head/**', examples=how == 'examples'
+    )
+    early = jax.jit(ahead.early) if how == 'jit' else ahead.early
+    right = passed_through(PARAMS, jax.tree.map(jnp.array, big))
+    if how == 'donated':
+        given = jax.tree.map(jnp.array, big)
+        kept = early(PARAMS, given)
+        jax.tree.map(lambda a: a.delete(), given)
+    else:
+        kept = early(PARAMS, big)
+        jax.tree.map(lambda a: a.fill(7.0), big)
+    assert all(isinstance(k, jax.Array) for k in kept)
+    assert_same(ahead.late(PARAMS, kept), right)
+
+
+# What a loss takes, of the shape of what is kept.
+DATA: dict[str, Any] = {
+    'an array': X,
+    'a tuple': (X,),
+    'a dict': {'x': X},
+    'two arrays': [X, X],
+    'a list in a list': [[X]],
+    'nothing': None,
+}
+
+
+@pytest.mark.parametrize('name', DATA)
+def test_the_data_are_not_what_was_kept(name: str) -> None:
+    """Shapes may agree: a list is asked for, as early returns it."""
+
+    def residual(params: Any, x: Any) -> Any:
+        return loss(params, x + jnp.tanh(x @ params['body']['w']))
+
+    ahead = sg.precompute(residual, PARAMS, X, wrt='head/**')
+    assert [k.shape for k in ahead.kept] == [X.shape]
+    with pytest.raises(
+        sg.errors.ArgumentTypeError,
+        match=r'early returns a list of 1\.\nWrite kept = ahead\.early\(params, x\) '
+        r'and ahead\.late\(params, kept\)\.',
+    ):
+        ahead.late(PARAMS, DATA[name])
 
 
 def test_what_is_trained_while_a_condition_holds():

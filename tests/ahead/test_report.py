@@ -1,17 +1,28 @@
 """What ``print`` says of a split: what is kept, and what stands in the way."""
 
+import functools
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
 from flax_sg.ahead.costs import flops_of
+from flax_sg.rendering import text as rendering
 from tests.helpers import oracle
+
+
+@pytest.fixture(autouse=True)
+def sentences_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compared as they are written."""
+    monkeypatch.setattr(rendering, 'WIDTH', 1000)
+
 
 KEY = jax.random.key(0)
 X = jnp.ones((4, 8))
@@ -150,12 +161,12 @@ def test_rows_of_a_batch():
     assert 'belongs to' not in of_batch(fun(lambda x, s: x * s), X, jnp.ones(()))
     mean = of_batch(fun(lambda x: x - x.mean(0, keepdims=True)), X)
     assert 'all of it: reduce_sum at test_report.py:' in mean
-    assert ' may mix its examples. For rows of' in mean.splitlines()[-1]
+    assert ' may mix its examples. To keep' in mean.splitlines()[-1]
     by_place = of_batch(fun(lambda x: x + jax.random.normal(KEY, x.shape)), X)
-    assert ' may mix its examples. For rows of' in by_place.splitlines()[-1]
+    assert ' may mix its examples. To keep' in by_place.splitlines()[-1]
     unclear = (
-        'If the data are a batch, what is kept belongs to all of it. For rows of '
-        'single examples, write examples=True.'
+        'If the data are a batch, what is kept belongs to all of it. To keep single '
+        'examples, write examples=True.'
     )
     for text in (
         of_batch(fun(lambda x, w: x * w[None]), X, jnp.ones(8)),
@@ -217,7 +228,7 @@ def test_what_reads_no_example() -> None:
     ahead = sg.precompute(loss, params, X, X[:, 0], wrt='head', examples=True)
     said = [line for line in str(ahead).splitlines() if 'text' in line]
     assert len(said) == 1 and said[0].startswith(
-        'text is computed at each step: it reads no example, and what is kept are rows '
+        'text is computed at each step: it reads no example, and what is kept are '
     )
     assert 'Compute it before, and give its value in its place.' in str(ahead)
     order = np.array([2, 0, 3, 1])
@@ -306,3 +317,275 @@ def test_flops():
     assert of(loop, square) == 3 * 2 * 8**3
     assert 2 * 8**3 < of(branch, square) < 2 * 8**3 + 10
     assert of(jax.nn.relu, X) == 32
+
+
+class Noisy(nn.Module):
+    """A frozen body behind noise, and a head with dropout, drawn with one key."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        h = jnp.tanh(nn.Frozen(nn.Dense(8, name='body'))(x))
+        return nn.Dense(3, name='head')(nn.Dropout(0.3, deterministic=False)(h))
+
+
+def test_a_key_that_enters_in_several_places() -> None:
+    """Each module has the line where the key has entered on its own way."""
+    net = Noisy()
+    params = oracle.init(net, {'params': KEY, 'dropout': KEY}, X)['params']
+
+    def of(dropout: int, noise: int) -> Any:
+        def loss(params: Any, x: Any, key: Any) -> Any:
+            keys = jax.random.split(key, 3)
+
+            def apply(x: Any, key: Any) -> Any:
+                return net.apply({'params': params}, x, rngs={'dropout': key})
+
+            clean = apply(x, keys[dropout])
+            noisy = x + 0.1 * jax.random.normal(keys[noise], x.shape)
+            return jnp.mean((clean - apply(noisy, keys[2])) ** 2)
+
+        return loss
+
+    for numbers in (0, 1), (1, 0):
+        ahead = sg.precompute(of(*numbers), params, X, KEY, wrt='head/**', each=2)
+        found = [line for line in str(ahead).splitlines() if 'at each step' in line]
+        assert len(found) == 1 and found[0].startswith('body is computed at each step')
+        assert '.loss).' in found[0] and 'in dropout' not in found[0]
+        assert 'turn dropout off' not in str(ahead)
+
+    def behind(params: Any, x: Any, key: Any) -> Any:  # Now dropout is on its way.
+        w = params['body']['kernel']
+        first = nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={'dropout': key})
+        return jnp.sum(jnp.tanh(first @ w) @ params['head']['kernel']) + of(0, 1)(
+            params, x, key
+        )
+
+    text = str(sg.precompute(behind, params, X, KEY, wrt='head/**', each=2))
+    found = [line for line in text.splitlines() if 'at each step' in line]
+    assert ['in dropout' in line for line in found] == [True, False]
+
+
+def test_a_step_and_a_trained_value_that_enter_in_several_places() -> None:
+    """As a key: each frozen layer has its own line."""
+
+    def loss(params: Any, x: Any, step: Any) -> Any:
+        once = jnp.tanh(x @ params['a'] * step) @ params['head']
+        moved = jnp.tanh((x + step) @ params['b'])
+        scaled = jnp.sin(x @ params['c']) * params['head'][:1]
+        return jnp.sum(once + moved @ params['head'] + jnp.tanh(scaled @ params['d']))
+
+    params = {name: X.T @ X for name in ('a', 'b', 'c', 'd', 'head')}
+    ahead = sg.precompute(loss, params, X, jnp.ones(()), wrt='head', each=2)
+    first = loss.__code__.co_firstlineno
+    at = [f'at test_report.py:{first + n} ({loss.__qualname__}).' for n in (2, 3)]
+    found = [line for line in str(ahead).splitlines() if 'at each step' in line]
+    assert [line.split()[0] for line in found] == ['b', 'd']
+    assert all(line.endswith(end) for line, end in zip(found, at, strict=True))
+
+
+def test_a_backward_pass_by_an_input() -> None:
+    """Forces, the residual of an equation: a frozen body before the trained head."""
+
+    def energy(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jnp.tanh(x @ params['body']) @ params['head']))
+
+    def forces(params: Any, x: Any) -> Any:
+        return jnp.mean(jax.vmap(jax.grad(energy, 1), (None, 0))(params, x) ** 2)
+
+    def adapted(params: Any, x: Any) -> Any:  # It is read in the forward pass, too.
+        return forces(params, x @ params['head'])
+
+    params = {'body': X.T @ X / 9, 'head': X.T @ X / 9}
+    for fun in forces, jax.jit(forces):
+        ahead = sg.precompute(fun, params, X, wrt='head')
+        found = [line for line in str(ahead).splitlines() if 'at each step' in line]
+        assert [line.partition(', which')[0] for line in found] == [
+            'body is computed at each step: its backward pass by an input reads head'
+        ]
+    with pytest.warns(UserWarning, match='Nothing is computed once'):
+        text = str(sg.precompute(adapted, params, X, wrt='head'))
+    assert next(line for line in text.splitlines() if 'body is' in line).startswith(
+        'body is computed at each step: it reads head, which'
+    )
+    # The same derivative in forward mode is of the body alone.
+    directions = jnp.eye(8)
+
+    def forward(params: Any, x: Any) -> Any:
+        def of_one(x: Any) -> Any:
+            along = lambda d: jax.jvp(lambda x: energy(params, x), (x,), (d,))[1]  # noqa: E731
+            return jax.vmap(along)(directions)
+
+        return jnp.mean(jax.vmap(of_one)(x) ** 2)
+
+    ahead = sg.precompute(forward, params, X, wrt='head')
+    assert 'body is computed' not in str(ahead)
+    np.testing.assert_allclose(
+        ahead.late(params, ahead.early(params, X)), forces(params, X), rtol=1e-5
+    )
+
+
+def test_outputs_that_are_named_as_data() -> None:
+    """Only if all of an argument comes back, a step writes it."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        code = jnp.tanh(batch['image'] @ params['encoder'])
+        out = code @ params['decoder']
+        aux = {'image': out, 'encoder': code.T @ code, 'outer': {'image': out}}
+        return jnp.mean((out - batch['image']) ** 2), aux
+
+    params = {'encoder': X.T @ X, 'decoder': X.T @ X}
+    batch = {'image': X, 'label': jnp.arange(4)}
+    text = str(sg.precompute(loss, params, batch, wrt='decoder'))
+    assert 'is written' not in text and 'each=' not in text
+
+    def averaged(params: Any, state: Any, x: Any) -> Any:
+        y = jnp.tanh((x - state['mean']) @ params['encoder']) @ params['decoder']
+        state = {'mean': 0.9 * state['mean'] + 0.1 * x, 'count': state['count'] + 1}
+        return jnp.mean(y), {'state': state}
+
+    state = {'mean': X, 'count': jnp.zeros((), int)}
+    text = str(sg.precompute(averaged, params, state, X, wrt='decoder'))
+    assert [line.split()[0] for line in text.splitlines() if 'is written' in line] == [
+        'count',
+        'mean',
+    ]
+
+
+@pytest.mark.parametrize('where', ('early', 'late', 'both', 'in a loop'))
+def test_turns_of_a_while_loop_are_not_known(where: str) -> None:
+    """What is said of the flops is a bound, and no warning is built on it."""
+
+    def many(x: Any, w: Any) -> Any:
+        return jax.lax.while_loop(
+            lambda s: s[0] < 50, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x)
+        )[1]
+
+    def loss(params: Any, x: Any, key: Any) -> Any:
+        x = jnp.tanh(x @ params['embed'])
+        if where in ('early', 'both'):
+            x = many(x, params['body'])
+        if where == 'in a loop':
+            x = jax.lax.map(lambda row: many(row[None], params['body'])[0], x)
+        noise = jax.random.normal(key, x.shape)
+        if where in ('late', 'both'):
+            noise = many(noise, params['body'])
+        return jnp.sum(jnp.tanh((x + noise) @ params['head']))
+
+    params = {
+        'embed': jnp.ones((8, 8)) / 8,
+        'body': jnp.ones((8, 8)) / 8,
+        'head': jnp.ones((8, 9000)),
+    }
+    with warnings.catch_warnings():
+        if where == 'late':
+            warnings.simplefilter('ignore')
+        text = str(sg.precompute(loss, params, X, KEY, wrt='head', each=2))
+    line = next(line for line in text.splitlines() if 'flops' in line)
+    bounds = {'late': 'at most ', 'both': ''}
+    assert f'% of the flops {bounds.get(where, "at least ")}are done' in line
+    assert line.endswith(' A while loop counts one turn.')
+
+
+def test_hardly_anything_is_computed_once() -> None:
+    """Below two per cent of the flops, a warning says so, as where nothing is."""
+
+    def loss(params: Any, x: Any) -> Any:
+        x = jnp.tanh(x @ params['first']) @ params['adapter']
+        for _ in range(60):
+            x = jnp.tanh(x @ params['body'])
+        return jnp.mean(x)
+
+    params = {name: X.T @ X / 32 for name in ('first', 'adapter', 'body')}
+    with pytest.warns(
+        UserWarning, match='^Hardly anything is computed once: 1.6% of the flops are'
+    ):
+        ahead = sg.precompute(loss, params, X, wrt='adapter')
+    assert 'body is computed at each step: it reads adapter' in str(ahead)
+    # A loss in which more is frozen than trained says nothing.
+    sg.precompute(loss, params, X, wrt='body')
+
+
+def test_all_count_as_trained() -> None:
+    """A line says so in the report, too, also where noise is computed once."""
+
+    def loss(params: Any, x: Any) -> Any:
+        noise = jnp.tanh(jax.random.normal(KEY, (8, 8)))
+        return jnp.sum(noise @ x.T @ x @ params['head'])
+
+    line = 'Without wrt=, all parameters count as trained: write wrt=sg.live('
+    assert line in str(sg.precompute(loss, {'head': X.T}, X))
+    assert line not in str(sg.precompute(loss, {'head': X.T}, X, wrt='head'))
+
+
+def medusa(params: Any, ids: Any) -> Any:
+    """Heads on the features of a model, with a KL to its own predictions."""
+    h = params['embed'][ids]
+    h = jnp.tanh(h @ params['body'])
+    said = jax.nn.softmax(h @ params['lm_head']['kernel'] + params['lm_head']['bias'])
+    heads = jnp.tanh(h @ params['heads'][0]) @ params['heads'][1]
+    return -jnp.mean(jnp.sum(said * jax.nn.log_softmax(heads), -1))
+
+
+def of_tied_weights(fun: Any, params: Any, ids: Any) -> Any:
+    head = {'kernel': params['embed'].T, 'bias': jnp.zeros((1, 1, 50))}
+    return fun({**params, 'lm_head': head}, ids)
+
+
+def test_a_value_that_is_made_of_a_smaller_one() -> None:
+    """Probabilities of 200 words beside 8 features: a line names the way out."""
+    params = {
+        'embed': jax.random.normal(KEY, (50, 8)),
+        'body': X.T @ X / 9,
+        'lm_head': {'kernel': jnp.ones((8, 200)), 'bias': jnp.zeros((1, 1, 200))},
+        'heads': [X.T @ X / 9, jnp.ones((8, 200)) / 8],
+    }
+    ids = jnp.arange(24).reshape(4, 6)
+    ahead = sg.precompute(medusa, params, ids, wrt='heads/**')
+    assert sorted(k.shape[-1] for k in ahead.kept) == [8, 200]
+    said = [line for line in str(ahead).splitlines() if 'would be kept' in line]
+    assert said == [
+        "768 bytes would be kept if late read 'lm_head/kernel': name this in wrt= of "
+        'sg.precompute, and not in that of sg.grad.'
+    ]
+    with pytest.warns(UserWarning, match='Hardly anything'):  # In so small a model.
+        smaller = sg.precompute(medusa, params, ids, wrt=['heads/**', 'lm_head/kernel'])
+    assert [k.shape for k in smaller.kept] == [(4, 6, 8)]
+    assert 'would be kept' not in str(smaller)
+    # A tied head has no such way out: late would run the whole model.
+    tied = functools.partial(of_tied_weights, medusa)
+    small = {**params, 'heads': [params['body'], params['embed'].T]}
+    assert 'would be kept' not in str(sg.precompute(tied, small, ids, wrt='heads/**'))
+    # Two teachers: each of them multiplies the bytes.
+    two = {**params, 'other': jax.tree.map(lambda x: x + 0.1, params['lm_head'])}
+
+    def both(params: Any, ids: Any) -> Any:
+        other = {**params, 'lm_head': params['other']}
+        return medusa(params, ids) + medusa(other, ids)
+
+    text = str(sg.precompute(both, two, ids, wrt='heads/**'))
+    assert "if late read 'lm_head/kernel', 'other/kernel': name this" in text
+    right = sg.grad(medusa, wrt='heads/**')(params, ids)
+    for one in ahead, smaller:
+        ours = sg.grad(one.late, wrt='heads/**')(params, one.early(params, ids))
+        for a, b in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_80_columns_and_lines_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of optax is made where it was called."""
+    monkeypatch.setattr(rendering, 'WIDTH', 80)
+
+    def loss_of_a_classifier(p: Any, x: Any):
+        logits = jnp.tanh(x @ p['body']) @ p['head']
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(4))
+        return losses.mean() + optax.huber_loss(x.mean() * logits, x @ p['body']).mean()
+
+    ahead = sg.precompute(
+        loss_of_a_classifier,
+        *({'body': X.T @ X, 'head': X.T @ X}, X),
+        wrt='head',
+    )
+    assert max(map(len, str(ahead).splitlines())) <= 80
+    table = str(ahead).partition('\n\n')[0]
+    assert '_classification.py' not in table and '_regression.py' not in table
+    assert 'test_report.py' in table

@@ -100,6 +100,7 @@ CASES: dict[str, Any] = {
         lambda: split().late(PARAMS, [X[:2]]),
         lambda: split().late(PARAMS, [X]),
     ),
+    'the data in place of what was kept': lambda: split().late(PARAMS, X),
     'other arrays than were kept': lambda: split().late(PARAMS, [X, X]),
     'a shard, and none was traced': (lambda: mapped(True)(X), lambda: mapped(False)(X)),
     'each= names no argument': lambda: sg.precompute(loss, PARAMS, X, each='key'),

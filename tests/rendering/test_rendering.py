@@ -14,6 +14,7 @@ import flax_sg as sg
 from flax_sg import Path
 from flax_sg.filters import Glob
 from flax_sg.flow.report import WORDS
+from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Row
 from flax_sg.rendering.text import repeated
 from tests.helpers.reports import LOSSES, report
@@ -231,3 +232,37 @@ def test_a_cell_of_a_notebook_that_ends_in_a_report_shows_the_table():
         assert shown.startswith('<pre')
         assert html.unescape(shown.partition('>')[2]) == f'{each}</pre>'
         assert '<w>' not in shown
+
+
+def test_a_table_takes_80_columns() -> None:
+    """Long cells go on in the next line, behind a '/' or a space; numbers stay."""
+    rows = [
+        [
+            'encoder/blocks_0/attention/query/w',
+            '1,234',
+            'tanh at net.py:12 (A.__call__)',
+        ],
+        ['head/kernel', '8', 'dot_general at network.py:123 (Attention.__call__.f.g)'],
+    ]
+    shown = text.table(['path', 'bytes', 'made by'], rows, ['bytes']).splitlines()
+    assert max(map(text.width, shown)) <= 80
+    assert shown[2:] == [
+        'encoder/blocks_0/attention/query/w   1,234   tanh at net.py:12 (A.__call__)',
+        'head/kernel                              8   dot_general at network.py:123',
+        '                                             (Attention.__call__.f.g)',
+    ]
+    # What has no such place is cut; wide letters take two columns.
+    for cell in 'x' * 300, '\u5b57' * 100:
+        shown = text.table(['path', 'b'], [[cell, 'c' * 100]]).splitlines()
+        assert max(map(text.width, shown)) <= 80
+        assert ''.join(''.join(shown[2:]).split()).count(cell[0]) == len(cell)
+
+
+def test_many_columns_are_several_tables() -> None:
+    """Each has the first column, also if that is long."""
+    head = ['', *(f'output_{n}' for n in range(12))]
+    rows = [['a/long/name/' * 8, *['trains'] * 12], ['b', *['-'] * 12]]
+    shown = text.table(head, rows, in_blocks=True)
+    assert max(map(text.width, shown.splitlines())) <= 80
+    assert shown.count('\nb ') == 4
+    assert shown.count('trains') == 12

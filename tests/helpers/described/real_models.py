@@ -273,7 +273,7 @@ def in_two(fn: Any, ahead: Ahead | None) -> Any:
         trained = path_aware_map(lambda path, _: ahead.trained.takes(path), params)
         each = 1 if ahead.each else ()
         with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', 'Nothing is computed once')
+            warnings.filterwarnings('ignore', '.* is computed once')
             split = sg.precompute(fn, params, x, wrt=trained, each=each)
         data, last = ((), (x,)) if ahead.each else ((x,), ())
         kept = split.early(*jax.lax.stop_gradient((params, *data)))
