@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -14,27 +13,32 @@ from flax_sg import errors
 from flax_sg.internals.types import Args, Array, PyTree
 
 
-@dataclasses.dataclass(frozen=True)
 class Source:
     """Examples, in batches of one size.
 
-    Attributes:
+    Args:
         examples: arrays, in a tuple or a dict, or something with ``len`` and ``[n]``.
         batch_size: how many examples are in a batch.
     """
 
-    examples: Any
-    batch_size: int
-
-    @property
-    def has_arrays(self) -> bool:
-        """Whether it is an array or a tree of arrays, and no sequence of examples."""
-        kinds = tuple, dict
-        return isinstance(self.examples, kinds) or hasattr(self.examples, '__array__')
+    def __init__(self, examples: Any, batch_size: int) -> None:
+        is_mapping = isinstance(examples, Mapping)
+        self._examples = dict(examples) if is_mapping else examples
+        self._batch_size = batch_size
+        # Arrays, and no sequence of examples.
+        self._has_arrays = (
+            is_mapping or isinstance(examples, tuple) or hasattr(examples, '__array__')
+        )
+        self._count = self._counted()
 
     def __len__(self) -> int:
+        return self._count
+
+    def _counted(self) -> int:
         """The number of examples."""
-        arrays = jax.tree.leaves(self.examples) if self.has_arrays else [self.examples]
+        arrays = [self._examples]
+        if self._has_arrays:
+            arrays = jax.tree.leaves(self._examples)
         try:
             counts = {len(x) for x in arrays}
         except TypeError as error:
@@ -44,7 +48,8 @@ class Source:
             ) from error
         if len(counts) > 1:
             raise errors.StructureError(
-                f'The arrays of the source have {_listed(counts)} examples.\n'
+                'The arrays of the source have '
+                f'{" and ".join(map(str, sorted(counts)))} examples.\n'
                 'Give arrays of the same length, with the examples in front.'
             )
         return counts.pop() if counts else 0
@@ -54,21 +59,26 @@ class Source:
 
         A batch that has too few examples is filled up with the last one.
         """
-        start = number * self.batch_size
-        stop = min(start + self.batch_size, len(self))
-        fill = np.minimum(np.arange(self.batch_size), stop - start - 1)
+        start, stop = self._bounds(number)
+        fill = np.minimum(np.arange(self._batch_size), stop - start - 1)
         with self.named(number):
-            if self.has_arrays:
-                cut = jax.tree.map(lambda x: _cut(x, start, stop, fill), self.examples)
+            if self._has_arrays:
+                rows = jax.tree.map(lambda x: _cut(x, start, stop), self._examples)
             else:
-                cut = _stacked(self._examples(start, stop), start, fill)
-        return cut if isinstance(cut, tuple) else (cut,)
+                rows = _stacked(self._read(start, stop), start)
+            if stop - start < self._batch_size:
+                rows = jax.tree.map(lambda x: x[fill], rows)
+        return rows if isinstance(rows, tuple) else (rows,)
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """The first example of a batch, and the one behind its last."""
+        start = number * self._batch_size
+        return start, min(start + self._batch_size, len(self))
 
     @contextlib.contextmanager
     def named(self, number: int) -> Generator[None]:
         """Notes the examples of a batch in an error."""
-        start = number * self.batch_size
-        stop = min(start + self.batch_size, len(self))
+        start, stop = self._bounds(number)
         try:
             yield
         except Exception as error:
@@ -77,26 +87,34 @@ class Source:
             )
             raise
 
-    def _examples(self, start: int, stop: int) -> list[PyTree]:
-        """Some examples of a sequence."""
-        indices = list(range(start, stop))
-        if hasattr(self.examples, '__getitems__'):
-            return self.examples.__getitems__(indices)
-        return [self.examples[n] for n in indices]
+    def _read(self, start: int, stop: int) -> list[PyTree]:
+        """Some examples of a sequence, as arrays of their own."""
+        several = getattr(self._examples, '__getitems__', None)
+        read = several or (lambda indices: map(self._examples.__getitem__, indices))
+        found = [
+            jax.tree.map(np.array, example, is_leaf=_is_list)
+            for example in read(list(range(start, stop)))
+        ]
+        if len(found) != stop - start:
+            raise errors.StructureError(
+                f'Of {stop - start} examples the source returned {len(found)}.\n'
+                '__getitems__ has to return an example for each index.'
+            )
+        return found
 
 
-def _cut(x: Array, start: int, stop: int, fill: np.ndarray) -> Array:
-    """Some rows of an array, of which a file may hold the rest."""
-    rows = x[start:stop]
-    rows = rows if isinstance(rows, jax.Array) else np.asarray(rows)
-    return rows if len(rows) == len(fill) else rows[fill]
+def _cut(x: Array, start: int, stop: int) -> Array:
+    """Some rows of an array, which may be a file; copies, as functions may write."""
+    if not isinstance(x, jax.Array):
+        return np.array(x[start:stop])
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x[start:stop] if is_key else np.array(np.asarray(x)[start:stop])
 
 
-def _stacked(examples: list[PyTree], start: int, fill: np.ndarray) -> PyTree:
+def _stacked(examples: list[PyTree], start: int) -> PyTree:
     """Examples as a batch. A list within an example is an array."""
 
-    def stacked(*leaves: Array) -> np.ndarray:
-        arrays = [np.asarray(leaf) for leaf in leaves]
+    def stacked(*arrays: np.ndarray) -> np.ndarray:
         for n, array in enumerate(arrays):
             if array.shape != arrays[0].shape:
                 raise errors.StructureError(
@@ -104,10 +122,10 @@ def _stacked(examples: list[PyTree], start: int, fill: np.ndarray) -> PyTree:
                     f'example {start + n} one of shape {array.shape}.\nPad them. If '
                     'these are arrays of examples, give a tuple, and not a list.'
                 )
-        return np.stack(arrays)[fill]
+        return np.stack(arrays)
 
-    return jax.tree.map(stacked, *examples, is_leaf=lambda x: isinstance(x, list))
+    return jax.tree.map(stacked, *examples)
 
 
-def _listed(numbers: set[int]) -> str:
-    return ' and '.join(map(str, sorted(numbers)))
+def _is_list(x: object) -> bool:
+    return isinstance(x, list)

@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +30,8 @@ from flax_sg.internals.types import TreeDef
 _ABOUT = 'about.json'
 # Holds what is in no row, once.
 FIXED = 'fixed.npy'
-# Ends the name of a file that is not whole yet.
-_PART = '.part'
+# The name of a file that is not whole yet.
+_PART = re.compile(r'(about\.json|fixed\.npy|\d{8,}\.npy)\.[0-9a-f]{32}\.part')
 
 
 class Entry(NamedTuple):
@@ -125,13 +126,29 @@ def whole_files(folder: str, about: About) -> set[int]:
             info = entry.stat()
             sizes[entry.name] = info.st_size
             # A process that was killed has left it: to write a file takes no hour.
-            if entry.name.endswith(_PART) and info.st_mtime < time.time() - 3600:
+            if _PART.fullmatch(entry.name) and info.st_mtime < time.time() - 3600:
                 os.unlink(entry.path)
     wanted = {name_of(n): about.records.size(about.rows_in(n)) for n in about.batches}
     for name, size in {**wanted, FIXED: about.fixed.size(1)}.items():
         if sizes.get(name, size) != size:
             _remove(os.path.join(folder, name))
     return {n for n in about.batches if sizes.get(name_of(n)) == wanted[name_of(n)]}
+
+
+class Wanted(NamedTuple):
+    """Rows of a file that are read.
+
+    Attributes:
+        path: the path of the file.
+        rows: how many rows it has.
+        places: which of them are read.
+        to: where they go.
+    """
+
+    path: str
+    rows: int
+    places: np.ndarray
+    to: np.ndarray
 
 
 class Records:
@@ -179,55 +196,70 @@ class Records:
         for n in self.entries:
             field = self._dtype[str(n)].base
             records[str(n)] = arrays[n][:rows].view(field)
-        header = self._before + f'{rows},)}}'.encode()
         data = records.view(np.uint8).data if records.nbytes else b''
-        return _write_new(path, header.ljust(self._begin - 1) + b'\n', data)
+        return _write_new(path, self._header(rows), data)
+
+    def _header(self, rows: int) -> bytes:
+        return (self._before + f'{rows},)}}'.encode()).ljust(self._begin - 1) + b'\n'
 
     def read(
         self,
-        files: Iterable[tuple[str, Iterable[tuple[int, int]]]],
+        wanted: Iterable[Wanted],
         shape: tuple[int, ...],
     ) -> dict[int, np.ndarray]:
         """Reads rows of files.
 
         Args:
-            files: the path of each file; and for each row of it that is read where it
-                goes, and where it is in the file.
+            wanted: which rows, of each file.
             shape: what the arrays have in front, for as many rows.
 
         Returns:
             The arrays, by number.
 
         Raises:
-            MissingRowsError: if a file is missing, or cut off.
+            MissingRowsError: if a file is missing, cut off, or has other rows.
         """
         count = math.prod(shape)
         raw = {
             n: np.empty((count, self._dtype[str(n)].itemsize), np.uint8)
             for n in self.entries
         }
-        for path, places in files if raw else ():
-            self._read_into([*raw.values()], path, places)
+        for some in wanted if raw else ():
+            if not self._read_into(raw, some):
+                raise errors.MissingRowsError(
+                    f'{some.path} is missing, cut off, or of another store.\n'
+                    'sg.store computes its rows.'
+                )
         return {
             n: raw[n].reshape(-1).view(x.dtype).reshape((*shape, *x.shape))
             for n, x in self.entries.items()
         }
 
-    def _read_into(
-        self, arrays: Sequence[np.ndarray], path: str, places: Iterable[tuple[int, int]]
-    ) -> None:
+    def _read_into(self, raw: Mapping[int, np.ndarray], some: Wanted) -> bool:
+        """Reads rows of a file; returns whether they are there."""
         missing = contextlib.suppress(FileNotFoundError)
         # Without a buffer, a small row is one read of its own bytes alone.
-        with missing, open(path, 'rb', buffering=0) as file:
-            for to, place in places:
+        with missing, open(some.path, 'rb', buffering=0) as file:
+            if file.read(self._begin) != self._header(some.rows):
+                return False
+            if 2 * len(some.places) > some.rows:  # Many rows are one read.
+                records = np.fromfile(file, self._dtype, some.rows)
+                if len(records) < some.rows:
+                    return False
+                for n, array in raw.items():
+                    field = np.ascontiguousarray(records[str(n)][some.places])
+                    array[some.to] = (
+                        field.reshape(-1)
+                        .view(np.uint8)
+                        .reshape(len(some.to), array.shape[1])
+                    )
+                return True
+            for place, n in zip(some.places.tolist(), some.to.tolist(), strict=True):
                 file.seek(self._begin + place * self._dtype.itemsize)
-                if any(file.readinto(x[to]) != x.shape[1] for x in arrays):
-                    break
-            else:
-                return
-        raise errors.MissingRowsError(
-            f'{path} is missing, or cut off.\nsg.store computes its rows.'
-        )
+                if any(file.readinto(x[n]) != x.shape[1] for x in raw.values()):
+                    return False
+            return True
+        return False
 
 
 def _write_new(path: str, *parts: bytes | memoryview) -> bool:
@@ -236,7 +268,7 @@ def _write_new(path: str, *parts: bytes | memoryview) -> bool:
     A link fails if there is one, where a renaming would replace it. File systems
     without links, such as those of mounted buckets, have to do with the renaming.
     """
-    part = f'{path}.{uuid.uuid4().hex}{_PART}'
+    part = f'{path}.{uuid.uuid4().hex}.part'
     try:
         with open(part, 'xb') as file:
             file.writelines(parts)

@@ -82,7 +82,7 @@ def _spread(axes: PyTree, out: PyTree) -> list[int | None]:
             f'axes has {wrong[0]!r}.\n'
             'Give 0 for rows in front, and None for what is the same in all rows.'
         )
-    return spread
+    return [axis if axis is None else 0 for axis in spread]
 
 
 def _host(name: str, x: Array) -> np.ndarray:

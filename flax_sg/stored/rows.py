@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.internals.types import ArrayIndex, PyTree
-from flax_sg.stored.files import FIXED, About, name_of
+from flax_sg.stored.files import FIXED, About, Wanted, name_of
 
 
 class Rows:
@@ -48,7 +47,8 @@ class Rows:
                 f'{self.folder} holds no rows.\nsg.store writes them.'
             )
         self._about, self._treedef = about, about.treedef
-        self._fixed = about.fixed.read([(self._path(FIXED), [(0, 0)])], ())
+        one = np.zeros(1, int)
+        self._fixed = about.fixed.read([Wanted(self._path(FIXED), 1, one, one)], ())
         for array in self._fixed.values():
             array.flags.writeable = False
 
@@ -85,12 +85,14 @@ class Rows:
         """
         at = self._checked(indices)
         batches, places = np.divmod(at.reshape(-1), self._about.batch_size)
-        by_file = np.argsort(batches, kind='stable').tolist()
-        files = (
-            (self._path(name_of(int(batch))), [(n, int(places[n])) for n in numbers])
-            for batch, numbers in itertools.groupby(by_file, batches.__getitem__)
+        by_file = np.argsort(batches, kind='stable')
+        starts = np.flatnonzero(np.diff(batches[by_file], prepend=-1))
+        wanted = (
+            Wanted(self._path(name_of(n)), self._about.rows_in(n), places[to], to)
+            for to in np.split(by_file, starts[1:])
+            for n in batches[to[:1]].tolist()
         )
-        leaves = {**self._fixed, **self._about.records.read(files, at.shape)}
+        leaves = {**self._fixed, **self._about.records.read(wanted, at.shape)}
         return jax.tree.unflatten(self._treedef, [leaves[n] for n in sorted(leaves)])
 
     def _checked(self, indices: ArrayIndex) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +14,7 @@ import jax
 import numpy as np
 
 from flax_sg import errors
-from flax_sg.internals.types import Args, PyTree
+from flax_sg.internals.types import PyTree
 from flax_sg.stored.batches import Source
 from flax_sg.stored.progress import Bar
 from flax_sg.stored.rows import Rows
@@ -83,53 +85,63 @@ def store(
 
     What ``source`` and ``fun`` raise has a note, which says for which examples.
     """
+    if '://' in os.fspath(folder):
+        raise errors.ArgumentValueError(
+            f'{folder} is no folder of a file system.\nMount the bucket.'
+        )
+    batch_size = operator.index(batch_size)
     examples = Source(source, batch_size)
     count = len(examples)
-    if min(count, batch_size) < 1:
+    if batch_size < 1 or not 0 < count < sys.maxsize:
         raise errors.ArgumentValueError(
             f'The source has {count} examples, and batch_size is {batch_size}.\n'
-            'Both have to be 1 or more.'
+            'Give 1 or more of both, and a source that ends.'
         )
     writer = Writer(os.path.abspath(folder), count, batch_size, axes)
     about, done = writer.about, writer.done()
+    first = max(done, default=0)
+
+    def write(batch: int, out: PyTree) -> int:
+        with examples.named(batch):
+            return writer.keep(batch, out)
+
+    # The device computes a batch while the next one is read and the last one written.
+    # The function is called when that is done: it may use its memory again.
     with (
         Bar(count, sum(map(about.rows_in, done))) as bar,
-        ThreadPoolExecutor(1) as reading,
         ThreadPoolExecutor(1) as writing,
     ):
-
-        def todo() -> Iterator[tuple[int, Args]]:
-            for batch in _in_order(about.batches, done):
-                if batch not in done and writer.has(batch):  # Another process has.
-                    bar.add(about.rows_in(batch))
-                else:
-                    yield batch, examples.batch(batch)
-
-        # The device computes a batch while the next one is read and the last written.
-        batches = todo()
-        coming, going = reading.submit(next, batches, None), writing.submit(int)
-        while (now := coming.result()) is not None:
-            coming = reading.submit(next, batches, None)
-            with examples.named(now[0]):
-                out = _own(fun(*now[1]))
+        now, going = [], writing.submit(int)
+        for batch in _in_order(about.batches, first, done):
+            if batch != first and writer.has(batch):  # Another process has written it.
+                bar.add(about.rows_in(batch))
+                continue
+            args = examples.batch(batch)
+            jax.block_until_ready(now)
             bar.add(going.result())
-            going = writing.submit(writer.keep, now[0], out)
+            if now:
+                going = writing.submit(write, *now)
+            with examples.named(batch):
+                now = [batch, _own(fun(*args))]
         bar.add(going.result())
-    return Rows(folder)
+        bar.add(write(*now))
+    return Rows(writer.folder)
 
 
-def _in_order(batches: range, done: Set[int]) -> Iterator[int]:
-    """The last batch that is done, and all that are not: those of this process first.
+def _in_order(batches: range, first: int, done: Set[int]) -> Iterator[int]:
+    """The first batch, and all that are not done: those of this process first.
 
-    Then it helps with those of the others, so that nobody waits for a process that is
-    slow or dead. Those who help begin with different ones.
+    Each process begins with the same batch, so that one with other weights is seen
+    before it writes. At the end it helps with those of the others: nobody waits for a
+    process that is slow or dead. Those who help begin with different ones.
     """
     count, index = jax.process_count(), jax.process_index()
-    mine = batches[index::count]
-    others = sorted({*batches}.difference(mine))
+    others = [batch for batch in batches if batch % count != index]
     random.Random(index).shuffle(others)
-    yield from [max(done)] if done else []
-    yield from (batch for batch in (*mine, *others) if batch not in done)
+    yield first
+    for batch in (*batches[index::count], *others):
+        if batch != first and batch not in done:
+            yield batch
 
 
 def _own(out: PyTree) -> PyTree:

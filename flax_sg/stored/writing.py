@@ -11,7 +11,7 @@ import numpy as np
 
 from flax_sg import errors
 from flax_sg.internals.types import PyTree
-from flax_sg.stored.files import FIXED, About, Records, name_of, whole_files
+from flax_sg.stored.files import FIXED, About, Records, Wanted, name_of, whole_files
 from flax_sg.stored.returned import Returned
 
 # How far what is computed again may be from what is there. Jitted or not, float32
@@ -34,7 +34,7 @@ class Writer:
     """
 
     def __init__(self, folder: str, rows: int, batch_size: int, axes: PyTree) -> None:
-        self._folder, self._axes = folder, axes
+        self.folder, self._axes = folder, axes
         # Without entries until a batch is kept here or was kept before.
         self.about = About(rows, batch_size, '', ())
         self._has_kept = False
@@ -42,26 +42,32 @@ class Writer:
 
     def _there(self) -> About | None:
         """What the folder has: as many rows, in batches of as many; or nothing."""
-        there, now, advice = About.of(self._folder), self.about, _ANOTHER
+        there, now, advice = About.of(self.folder), self.about, _ANOTHER
         if there is None:
+            names = os.listdir(self.folder) if os.path.isdir(self.folder) else ()
+            if any(name.endswith('.npy') for name in names):
+                raise errors.StaleRowsError(
+                    f'{self.folder} has files of arrays, and nothing says of what.\n'
+                    f'{_ANOTHER}'
+                )
             return None
         if (there.rows, there.batch_size) == (now.rows, now.batch_size):
             return there
-        if there.rows == now.rows:
-            count = sum(map(there.rows_in, whole_files(self._folder, there)))
+        count = sum(map(there.rows_in, whole_files(self.folder, there)))
+        if count and there.rows == now.rows:
             advice = f'Give batch_size={there.batch_size}: {count} rows are there.'
         raise errors.StaleRowsError(
-            f'{self._folder} has {there.rows} rows in batches of {there.batch_size}, '
+            f'{self.folder} has {there.rows} rows in batches of {there.batch_size}, '
             f'and not {now.rows} in batches of {now.batch_size}.\n{advice}'
         )
 
     def done(self) -> set[int]:
         """The batches that are there."""
-        return whole_files(self._folder, self.about) if self.about.entries else set()
+        return whole_files(self.folder, self.about) if self.about.entries else set()
 
     def has(self, batch: int) -> bool:
         """Whether a batch is there by now."""
-        return os.path.exists(os.path.join(self._folder, name_of(batch)))
+        return os.path.exists(os.path.join(self.folder, name_of(batch)))
 
     def keep(self, batch: int, out: PyTree) -> int:
         """Writes a batch, or compares it with what is there.
@@ -89,9 +95,9 @@ class Writer:
             self.about, tree=returned.tree, entries=returned.entries
         )
         if not self.about.entries:
-            os.makedirs(self._folder, exist_ok=True)
-            is_first = now.write(self._folder)
-            self.about = now if is_first else self._there() or now
+            os.makedirs(self.folder, exist_ok=True)
+            now.write(self.folder)
+            self.about = self._there() or now
         if now == self.about:
             return
         was, is_now = _told_apart(self.about, returned)
@@ -101,7 +107,7 @@ class Writer:
                 'The function has to return the same shapes for each batch.'
             )
         raise errors.StaleRowsError(
-            f'{self._folder} holds {was}, and the function returned {is_now}.\n'
+            f'{self.folder} holds {was}, and the function returned {is_now}.\n'
             f'{_ANOTHER}'
         )
 
@@ -109,11 +115,12 @@ class Writer:
         self, batch: int, returned: Returned, name: str, records: Records, rows: int
     ) -> bool:
         """Writes a file; returns False if it was there, with the same in it."""
-        path, arrays = os.path.join(self._folder, name), returned.arrays
+        path, arrays = os.path.join(self.folder, name), returned.arrays
         if not os.path.exists(path) and records.write(path, rows, arrays):
             return True
-        places = [(n, n) for n in range(rows)]
-        for n, was in records.read([(path, places)], (rows,)).items():
+        every = np.arange(rows)
+        there = records.read([Wanted(path, rows, every, every)], (rows,))
+        for n, was in there.items():
             self._compare(batch, returned.names[n], name, was, arrays[n][:rows])
         return False
 
@@ -137,13 +144,13 @@ class Writer:
         differs = f'{name} of batch {batch} differs by {far:.1%}'
         if far <= _RAISES:
             warnings.warn(
-                f'{self._folder}: {differs} from what the function returns now. It may '
+                f'{self.folder}: {differs} from what the function returns now. It may '
                 'be rounding, as on another device, or other weights.',
                 stacklevel=2,
             )
         else:
             raise errors.StaleRowsError(
-                f'{self._folder} is stale: {differs} from what the function returns.\n'
+                f'{self.folder} is stale: {differs} from what the function returns.\n'
                 'Weights, code or data have changed, or it draws random numbers.\n'
                 f'{_ANOTHER}'
             )
@@ -164,22 +171,26 @@ def _told_apart(about: About, returned: Returned) -> tuple[str, str]:
 def distance(was: np.ndarray, now: np.ndarray) -> float:
     """How far two arrays of one shape are from each other, relative to the first.
 
-    Of numbers that are not real or complex it is the part that differs. A NaN is equal
-    to a NaN.
+    What is far larger than most, such as a mask, counts as ten times the median. Of
+    bools and of ints of more than 8 bits it is the part that differs, of those that are
+    not zero. A NaN is equal to a NaN.
 
     >>> import numpy as np
     >>> distance(np.array([3.0, 4.0]), np.array([3.0, 4.1]))
     0.01999...
-    >>> distance(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5]))
-    0.25
+    >>> distance(np.array([0, 0, 3, 4]), np.array([0, 0, 3, 5]))
+    0.5
     """
-    if not jnp.issubdtype(was.dtype, np.inexact):
-        return float(np.mean(was != now)) if was.size else 0.0
-    kind = np.complex128 if was.dtype.kind == 'c' else np.float64
-    was, now = was.astype(kind), now.astype(kind)
-    same = (was == now) | (np.isnan(was) & np.isnan(now))
+    same = (was == now) | ((was != was) & (now != now))
     if same.all():
         return 0.0
-    norm = np.linalg.norm(was[np.isfinite(was)])
-    far = np.linalg.norm((now - was)[~same])
+    is_inexact = jnp.issubdtype(was.dtype, np.inexact)
+    if was.dtype == bool or (was.dtype.itemsize > 1 and not is_inexact):
+        return float(np.mean(~same[(was != 0) | (now != 0)]))
+    kind = np.complex128 if was.dtype.kind == 'c' else np.float64
+    was, now = was.astype(kind), now.astype(kind)
+    sizes = np.abs(was[np.isfinite(was) & (was != 0)])
+    most = 10 * np.median(sizes) if sizes.size else 0.0
+    far = np.linalg.norm(now[~same] - was[~same])
+    norm = np.linalg.norm(np.minimum(sizes, most))
     return float(far / norm) if np.isfinite(far) and norm else float('inf')
