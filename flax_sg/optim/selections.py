@@ -147,7 +147,8 @@ def structure_of(tx: Transformation, params: PyTree) -> Structure:
     def init() -> None:
         nonlocal found
         state = tx.init(params)
-        found = Structure(dict(_freezes(state)), *_trees(tx, _unmarked(state)))
+        trees, vectors = _trees(tx, _unmarked(state))
+        found = Structure(dict(_freezes(state)), trees, vectors)
 
     with marked():
         try:
