@@ -258,8 +258,7 @@ class Report:
 
 
 _ALL_TRAINED = (
-    'Without wrt=, all parameters count as trained: write '
-    'wrt=sg.live(loss, params, ...).'
+    'Without wrt=, all parameters count as trained: wrt=sg.live(loss, params, ...).'
 )
 
 

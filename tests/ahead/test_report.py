@@ -512,7 +512,7 @@ def test_all_count_as_trained() -> None:
         noise = jnp.tanh(jax.random.normal(KEY, (8, 8)))
         return jnp.sum(noise @ x.T @ x @ params['head'])
 
-    line = 'Without wrt=, all parameters count as trained: write wrt=sg.live('
+    line = 'Without wrt=, all parameters count as trained: wrt=sg.live('
     assert line in str(sg.precompute(loss, {'head': X.T}, X))
     assert line not in str(sg.precompute(loss, {'head': X.T}, X, wrt='head'))
 
