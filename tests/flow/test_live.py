@@ -136,7 +136,7 @@ def test_a_derived_selection_may_be_empty():
     with pytest.warns(UserWarning, match='trains none of'):
         nothing = sg.live(lambda p: lax.stop_gradient(p['body']['b']), PARAMS)
     assert repr(nothing) == '<live: nothing>'
-    for names, shown in ('cba', "'a', 'b', 'c'"), ('dcba', "'a', 'b', 'c', ..."):
+    for names, shown in ('cba', "'a', 'b', 'c'"), ('dcba', "'a', 'b', 'c' and 1 more"):
         some = Derived(frozenset(('params', (name,)) for name in names), frozenset())
         assert repr(some) == f'<live: {shown}>'
     assert selected(nothing) == selected(nothing & 'body/**') == []

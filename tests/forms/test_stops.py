@@ -133,5 +133,7 @@ def test_an_error_says_which_call_it_comes_from(name):
     with pytest.raises(errors.UnusedFilterError) as caught:
         ORIGINS[name]('typo/**')
     place = f'test_stops.py:{LINES[name]}'
-    origin = f"From stop_gradient(Glob('typo/**')), opened at {place}."
+    is_module = name == 'module'
+    call = 'nn.Frozen(Model, ' if is_module else 'stop_gradient('
+    origin = f"From {call}Glob('typo/**')), opened at {place}."
     assert [note for note in caught.value.__notes__ if 'From' in note] == [origin]

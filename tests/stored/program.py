@@ -56,8 +56,6 @@ def main():
     else:
         assert {*calls} <= {BATCH}
         print('done', len(calls), flush=True)
-    # At its end jax.distributed would wait for the others.
-    os._exit(0)
 
 
 if __name__ == '__main__':
