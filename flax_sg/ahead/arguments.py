@@ -14,10 +14,9 @@ import numpy as np
 
 from flax_sg import errors, filters
 from flax_sg.errors.texts import shown
-from flax_sg.flow.traced import holds_arrays
 from flax_sg.internals import jaxprs
 from flax_sg.internals.types import Array, Aval, Kwargs, Leaf, PyTree, TreeDef
-from flax_sg.trees.leaf_types import is_variable
+from flax_sg.trees.leaf_types import holds_arrays, is_variable
 from flax_sg.trees.leaves import ABSENT, Leaves, is_absent, is_whole, leaves_of
 
 # A position, or the name of an argument that is given by name.

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from flax_sg.internals import primitives
 from flax_sg.internals.jaxprs import type_of
-from flax_sg.internals.primitives import Kind
+from flax_sg.programs import primitives
+from flax_sg.programs.primitives import Kind
 
 Shape: TypeAlias = tuple[int, ...]
 # The parameters of an equation.

@@ -10,9 +10,10 @@ from jax.extend.core import JaxprEqn, Primitive
 
 from flax_sg.ahead.costs import is_cheap, is_cheap_within
 from flax_sg.ahead.walk import Walk
-from flax_sg.internals import jaxprs, partial
-from flax_sg.internals.program import Site, Value, is_in, numbers_in
+from flax_sg.internals import jaxprs
 from flax_sg.internals.types import Aval
+from flax_sg.programs.halves import halves_of
+from flax_sg.programs.steps import Site, Value, is_in, numbers_in
 
 # What JAX has rules for. It takes no account of examples in a ``shard_map``.
 _SPLIT = frozenset(
@@ -35,7 +36,7 @@ def in_halves(
     fixed = [x for x in numbers_in(read) if x not in walk.changing]
     if not fixed or not (any(changes) or again):
         return None
-    halves = partial.halves_of(eqn, changes, _is_kept, again, is_late)
+    halves = halves_of(eqn, changes, _is_kept, again, is_late)
     if all(map(is_cheap_within, halves.known.eqns)):
         return None
     values = walk.walk(halves.known, [read[n] for n in halves.known_reads], site)

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 from jax.extend.core import JaxprEqn
 
-from flax_sg.internals import jaxprs, primitives
+from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import type_of
-from flax_sg.internals.primitives import Kind
 from flax_sg.internals.types import Aval
+from flax_sg.programs import primitives
+from flax_sg.programs.bodies import Bodies
+from flax_sg.programs.primitives import Kind
 
 # What is made again rather than kept.
 _CHEAP = primitives.names_of(Kind.CHEAP)
@@ -63,7 +65,7 @@ def _flops(eqn: JaxprEqn) -> float:
         return 2.0 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
     if (body := jaxprs.called_by(eqn)) is not None:
         return flops_of(jaxprs.opened(body).eqns)
-    if bodies := jaxprs.Bodies.of(eqn).jaxprs:
+    if bodies := Bodies.of(eqn).jaxprs:
         longest = max(flops_of(jaxprs.opened(body).eqns) for body in bodies)
         return params.get('length', 1) * longest
     return float(size)

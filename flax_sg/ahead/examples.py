@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from flax_sg import errors
 from flax_sg.ahead.axes import Axes, Source, axes_of
 from flax_sg.ahead.costs import is_cheap
-from flax_sg.internals import jaxprs, primitives
+from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import opened, type_of
-from flax_sg.internals.primitives import Kind
-from flax_sg.internals.program import Site, Step, Value
 from flax_sg.internals.types import AnyJaxpr, Array, Atom, Aval
+from flax_sg.programs import primitives, sources
+from flax_sg.programs.primitives import Kind
+from flax_sg.programs.steps import Site, Step, Value
 
 
 class Examples(NamedTuple):
@@ -78,7 +79,7 @@ class Mixed:
     site: Site
 
     def __str__(self) -> str:
-        return f'{jaxprs.operation(self.eqn)} at {self.site.source(self.eqn)}'
+        return f'{sources.operation(self.eqn)} at {self.site.source(self.eqn)}'
 
 
 class Known(NamedTuple):
@@ -324,10 +325,10 @@ class _Follower:
         if not examples:
             return frozenset(j for j, x in enumerate(axes) if _is_alike(x, ins))
         inners = {place.inner for place in ins if _has_examples(place)}
-        for j, sources in enumerate(axes):
-            if sources is None or not examples <= {*sources} or len(inners) > 1:
+        for j, origins in enumerate(axes):
+            if origins is None or not examples <= {*origins} or len(inners) > 1:
                 continue
-            if _is_alike([x for x in sources if x not in examples], ins):
+            if _is_alike([x for x in origins if x not in examples], ins):
                 return Examples(j, *inners)
         return Mixed(eqn, site)
 

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from flax_sg.ahead.costs import is_cheap
 from flax_sg.ahead.split import Split
-from flax_sg.internals.program import Step, Value, is_in, makers_of
+from flax_sg.programs.steps import Step, Value, is_in, makers_of
 
 
 class Root(NamedTuple):

@@ -20,8 +20,8 @@ from flax_sg.ahead.writes import put
 from flax_sg.errors.texts import brief, wrong_argument
 from flax_sg.filters.predicates import describe
 from flax_sg.internals import jaxprs
-from flax_sg.internals.program import Step, Value, numbers_in, run
 from flax_sg.internals.types import Array, Aval, Kwargs, PyTree
+from flax_sg.programs.steps import Step, Value, numbers_in, run
 from flax_sg.rendering.shown import InNotebooks
 from flax_sg.trees.trainable import DECLARED, Declared
 

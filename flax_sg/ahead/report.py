@@ -11,8 +11,9 @@ from flax_sg.ahead.examples import Batch, Examples
 from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
 from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Trace
-from flax_sg.internals import jaxprs, primitives
-from flax_sg.internals.program import made_by, makers_of, numbers_in
+from flax_sg.internals import jaxprs
+from flax_sg.programs import primitives
+from flax_sg.programs.steps import made_by, makers_of, numbers_in
 from flax_sg.rendering import text
 
 _PRODUCTS = primitives.names_of(primitives.Kind.PRODUCT)

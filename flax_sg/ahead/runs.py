@@ -22,8 +22,8 @@ from flax_sg.ahead.axes import ELEMENTWISE
 from flax_sg.ahead.walk import Walk
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import type_of
-from flax_sg.internals.program import Site, Value, is_in, made_by, run
 from flax_sg.internals.types import Array, Atom, Aval
+from flax_sg.programs.steps import Site, Value, is_in, made_by, run
 
 # Where runs of rows begin and end.
 Bounds: TypeAlias = Sequence[tuple[int, int]]

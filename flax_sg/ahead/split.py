@@ -13,8 +13,8 @@ from flax_sg.ahead.cut import cheapest_cut
 from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.walk import Walk
 from flax_sg.internals import jaxprs
-from flax_sg.internals.program import Site, Step, Value, made_by, numbers_in
 from flax_sg.internals.types import Array, Aval
+from flax_sg.programs.steps import Site, Step, Value, made_by, numbers_in
 
 # More bytes than anything has.
 _NEVER = 1 << 60

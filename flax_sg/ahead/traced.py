@@ -15,8 +15,8 @@ from flax_sg import errors, filters
 from flax_sg.ahead.arguments import Argument, Name, check_keywords, named_in, words_of
 from flax_sg.ahead.writes import Watch, Write, changed_by
 from flax_sg.filters.paths import Path
-from flax_sg.internals import partial
 from flax_sg.internals.types import Array, Aval, Kwargs, TreeDef
+from flax_sg.programs.halves import without_dead
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import Declared, chosen
 
@@ -112,9 +112,7 @@ def traced(
     new = {slot for name in trees for slot in arguments[name].new(takes[name])}
     new.update(slot for write, _ in changed for slot in write.slots)
     return Trace(
-        program=partial.without_dead(
-            program.replace(jaxpr=jaxpr.replace(outvars=asked))
-        ),
+        program=without_dead(program.replace(jaxpr=jaxpr.replace(outvars=asked))),
         arguments=arguments,
         own={name: tree.paths for name, tree in own.items()},
         has_positions=isinstance(argnums, Sequence),

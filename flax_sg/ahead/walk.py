@@ -11,9 +11,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from flax_sg.ahead.examples import Batch
 from flax_sg.ahead.writes import handed_through
 from flax_sg.internals import jaxprs
-from flax_sg.internals.equal import identity_of
-from flax_sg.internals.program import Program, Site, Step, Value, is_in
 from flax_sg.internals.types import Array
+from flax_sg.programs.equal import identity_of
+from flax_sg.programs.steps import Program, Site, Step, Value, is_in
 
 # Adds the parts of an equation to a walk, and returns the outputs; None if the equation
 # has to stay whole. It is called with the walk, the equation, what it reads, and where

@@ -17,6 +17,7 @@ from flax_sg.ahead.arguments import Argument, Name
 from flax_sg.internals import jaxprs
 from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.types import AnyJaxpr, Atom, PyTree, TreeDef
+from flax_sg.programs.bodies import Bodies
 from flax_sg.trees.leaf_types import is_variable
 from flax_sg.trees.leaves import leaves_of
 
@@ -69,7 +70,7 @@ def handed_through(jaxpr: AnyJaxpr) -> list[int | None]:
         return None if isinstance(atom, Literal) else inputs.get(atom)
 
     for eqn in jaxpr.eqns:
-        bodies = jaxprs.Bodies.of(eqn)
+        bodies = Bodies.of(eqn)
         of_bodies = zip(*map(handed_through, bodies.jaxprs), strict=True)
         for k, (number, *numbers) in enumerate(of_bodies):
             if number is None or any(n != number for n in numbers):

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import pkgutil
+import re
 from collections.abc import Mapping
 
 from flax import linen
 
 _LINEN = ', from flax_sg import linen as nn'
-
-# The names that ``flax_sg.linen`` adds to those of Flax. They are listed here because
-# importing linen, to look, would replace methods of Flax.
-OF_LINEN = frozenset(
-    {
-        'Frozen',
-        'clip_gradient',
-        'copy_cotangent',
-        'map_cotangent',
-        'mirror',
-        'print_cotangent',
-        'read_only',
-        'replace_cotangent',
-        'reverse_gradient',
-        'scale_gradient',
-        'train_only',
-    }
-)
 
 # Names of other libraries, or of another module of this one.
 _COMMON = {
@@ -52,8 +37,18 @@ linen as nn"
         own: what to write instead of names that are meant otherwise in this module.
     """
     instead = {**_COMMON, **(own or {})}
-    is_of_linen = name in OF_LINEN or hasattr(linen, name)
-    if name not in instead and is_of_linen and module != 'flax_sg.linen':
+    is_of_linen = module != 'flax_sg.linen' and name in _names_of_linen()
+    if name not in instead and is_of_linen:
         instead[name] = f'nn.{name}{_LINEN}'
     write = f': write {instead[name]}' if name in instead else ''
     return f'module {module!r} has no attribute {name!r}{write}'
+
+
+@functools.cache
+def _names_of_linen() -> frozenset[str]:
+    """The names of ``flax_sg.linen``: those of Flax, and what its text imports as such.
+
+    The import of linen, to look, would replace methods of Flax.
+    """
+    text = (pkgutil.get_data('flax_sg', 'linen.py') or b'').decode()
+    return frozenset([*dir(linen), *re.findall(r' as ([A-Za-z]\w+)$', text, re.M)])

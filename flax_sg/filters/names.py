@@ -13,10 +13,10 @@ import numpy as np
 from flax import traverse_util
 
 from flax_sg import errors
+from flax_sg.errors.nearest import nearest
 from flax_sg.errors.texts import brief, listed
 from flax_sg.filters.conditions import Condition
 from flax_sg.filters.expressions import Atom, Filter, Need
-from flax_sg.filters.hints import nearest
 from flax_sg.filters.indices import Mask, Part
 from flax_sg.filters.paths import Owner, Path, all_paths, names_in
 from flax_sg.internals import tracing

@@ -17,8 +17,8 @@ from flax_sg.flow.traced import Traced, trace_of
 from flax_sg.flow.uses import unclear, uses
 from flax_sg.flow.way import Way, way
 from flax_sg.flow.zeros import Mask
-from flax_sg.internals import jaxprs
-from flax_sg.internals.program import UNKNOWN
+from flax_sg.programs import sources
+from flax_sg.programs.steps import UNKNOWN
 from flax_sg.trees.trainable import DECLARED, Declared
 
 
@@ -214,7 +214,7 @@ def _refused(trace: Traced, error: BaseException | None) -> errors.ArgumentTypeE
     """JAX cannot differentiate an output: says where, and what would pass there."""
     equations = pullback.culprit(trace.program, error)
     name = equations[-1].primitive.name if equations else ''
-    lines = filter(None, map(jaxprs.source_of, reversed(equations)))
+    lines = filter(None, map(sources.source_of, reversed(equations)))
     problem = 'it'
     if equations:
         problem = f'{name} at {next(lines, UNKNOWN)}'

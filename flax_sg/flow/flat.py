@@ -15,10 +15,11 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from flax_sg.flow.pullback import Reach, has_tangent
-from flax_sg.internals import jaxprs, primitives, program
-from flax_sg.internals.jaxprs import Bodies
-from flax_sg.internals.primitives import Kind
-from flax_sg.internals.program import Site, Step, Value
+from flax_sg.internals import jaxprs
+from flax_sg.programs import primitives
+from flax_sg.programs.bodies import Bodies
+from flax_sg.programs.primitives import Kind
+from flax_sg.programs.steps import Program, Site, Step, Value, makers_of
 
 _BY_ITSELF = primitives.names_of(Kind.BY_ITSELF)
 
@@ -42,7 +43,7 @@ def reaches(step: Step) -> list[int]:
     return [(1 << len(step.outs)) - 1] * len(step.ins)
 
 
-class Flat(program.Program):
+class Flat(Program):
     """A program, written out: the steps are in order, but for those that close a loop.
 
     Attributes:
@@ -73,7 +74,7 @@ class Flat(program.Program):
     @functools.cached_property
     def makers(self) -> dict[int, Step]:
         """The equation of each value that one equation alone makes."""
-        return program.makers_of(x for x in self.steps if not isinstance(x, Join))
+        return makers_of(x for x in self.steps if not isinstance(x, Join))
 
     @functools.cached_property
     def read(self) -> list[int]:

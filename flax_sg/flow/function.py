@@ -16,8 +16,8 @@ from flax_sg import errors
 from flax_sg.errors.texts import brief, shown, wrong_argument
 from flax_sg.filters import predicates
 from flax_sg.filters.paths import natural_key
-from flax_sg.flow.rows import unique
 from flax_sg.internals.types import Kwargs, PyTree
+from flax_sg.rendering.rows import unique
 from flax_sg.trees.leaves import path_of
 
 # The name of an output that is not in a tree.

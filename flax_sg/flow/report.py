@@ -14,11 +14,19 @@ import numpy as np
 from flax_sg import filters
 from flax_sg.errors.texts import listed
 from flax_sg.filters import paths
-from flax_sg.flow.rows import alike, grouped, index, joined, qualified, repeated, unique
 from flax_sg.flow.uses import Use
 from flax_sg.flow.way import Way
 from flax_sg.rendering import text
 from flax_sg.rendering.matrix import Matrix, Row, Word
+from flax_sg.rendering.rows import (
+    alike,
+    grouped,
+    index,
+    joined,
+    qualified,
+    repeated,
+    unique,
+)
 from flax_sg.rendering.shown import Shown
 
 FLOWS, PARTLY, STOPPED, UNUSED = 'flows', 'partly', 'stopped', 'unused'

@@ -19,6 +19,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.flow.function import Function, names_of_arguments, outputs_of
 from flax_sg.internals.jaxprs import BLOCK
 from flax_sg.internals.types import Array, Kwargs, Leaf, PyTree
+from flax_sg.trees.leaf_types import holds_arrays
 from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of, shape_of
 from flax_sg.trees.trainable import Declared, chosen, states
 
@@ -302,14 +303,3 @@ def _stopped(array: Array, decision: bool | filters.Part, path: Path) -> Array:
     with jax.named_scope(f'{BLOCK}wrt=, which leaves it out'):
         fixed = jax.tree.map(lax.stop_gradient, array)
         return filters.merged(decision, array, fixed, path)
-
-
-def holds_arrays(leaf: Leaf) -> bool:
-    """Whether a leaf is an array for JAX; ``NonDifferentiable`` has arrays in it."""
-    arrays = jax.tree.leaves(leaf)
-    return bool(arrays) and all(
-        x.dtype.kind in 'biufcV'
-        if isinstance(x, (np.ndarray, np.generic))
-        else isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
-        for x in arrays
-    )

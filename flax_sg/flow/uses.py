@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from flax_sg.flow.flat import Flat, Join
 from flax_sg.flow.pullback import has_tangent
-from flax_sg.internals import jaxprs, primitives
-from flax_sg.internals.primitives import Kind
-from flax_sg.internals.program import Step, Value
+from flax_sg.programs import primitives, sources
+from flax_sg.programs.primitives import Kind
+from flax_sg.programs.steps import Step, Value
 
 
 class Use(NamedTuple):
@@ -202,7 +202,7 @@ def _is_of_vmapped_cond(step: Step) -> bool:
     It runs all branches, each with its inputs stopped for the examples that do not take
     it, and chooses among the results.
     """
-    return step.name in ('stop_gradient', 'select_n') and jaxprs.is_of_cond(step.eqn)
+    return step.name in ('stop_gradient', 'select_n') and sources.is_of_cond(step.eqn)
 
 
 def _chooses(flat: Flat, read: _Read, rivals: list[_Read]) -> bool:

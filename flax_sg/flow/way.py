@@ -10,8 +10,9 @@ from flax_sg.flow.flat import Flat, reaches
 from flax_sg.flow.pullback import has_tangent
 from flax_sg.flow.uses import Use
 from flax_sg.internals import jaxprs
-from flax_sg.internals.jaxprs import Bodies
-from flax_sg.internals.program import UNKNOWN, Step
+from flax_sg.programs import sources
+from flax_sg.programs.bodies import Bodies
+from flax_sg.programs.steps import UNKNOWN, Step
 
 
 class Way(NamedTuple):
@@ -90,7 +91,7 @@ def way(flat: Flat, slots: Iterable[int], output: int) -> Way:
 def _described_stop(stop: Step) -> str:
     """A step that stops a gradient, or the block that made it, in words."""
     _, block, text = jaxprs.name_stack_of(stop.eqn).rpartition(jaxprs.BLOCK)
-    return text if block else f'{jaxprs.operation(stop.eqn)} at {stop.source}'
+    return text if block else f'{sources.operation(stop.eqn)} at {stop.source}'
 
 
 def _described(last: _Walked | None) -> Way:

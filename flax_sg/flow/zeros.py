@@ -18,10 +18,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from numpy.typing import NDArray
 
-from flax_sg.internals import jaxprs, primitives
-from flax_sg.internals.jaxprs import Bodies, type_of
-from flax_sg.internals.primitives import Kind
+from flax_sg.internals import jaxprs
+from flax_sg.internals.jaxprs import type_of
 from flax_sg.internals.types import AnyJaxpr, Array, Atom
+from flax_sg.programs import primitives
+from flax_sg.programs.bodies import Bodies
+from flax_sg.programs.primitives import Kind
 
 # Elements of a value. A mask has the rank of its value, and length 1 along axes where
 # all elements are alike.

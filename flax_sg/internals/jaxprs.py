@@ -5,19 +5,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-import inspect
-import itertools
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AxisType
 
-from flax_sg.internals import frames, versions
+from flax_sg.internals import versions
 from flax_sg.internals.types import AnyJaxpr, Array, Atom, Aval
 
 # Primitives that run one jaxpr once, with the same inputs and outputs. Their names
@@ -40,9 +36,6 @@ CUSTOM_CALLS = frozenset(
     ('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr')
 )
 _BODY = ('jaxpr', 'call_jaxpr', 'call', 'fun_jaxpr')
-
-# The file in which JAX makes equations for ``cond`` and ``switch``.
-_CONDITIONALS = inspect.unwrap(jax.lax.cond).__code__.co_filename
 
 # Begins the name of the scope of equations by which a block rewrites a value.
 BLOCK = 'block:'
@@ -205,43 +198,6 @@ def kept_arguments(compiled: Any) -> list[int]:
     return sorted(compiled._executable._kept_var_idx)
 
 
-def callbacks_in(jaxpr: AnyJaxpr) -> list[Hashable]:
-    """The functions of Python that a jaxpr calls, and what it prints.
-
-    Two are equal if they are the same object, or compiled from the same code with the
-    same values.
-    """
-    calls: list[Hashable] = []
-    for eqn in opened(jaxpr).eqns:
-        params = eqn.params
-        if eqn.primitive.name.endswith(('callback', 'debug_print')):
-            calls.append((eqn.primitive.name, _key_of(params.get('callback', params))))
-        for inner in within(eqn):
-            calls += callbacks_in(inner)
-    return calls
-
-
-def within(eqn: JaxprEqn) -> list[AnyJaxpr]:
-    """The jaxprs among the parameters of an equation."""
-    values = jax.tree.leaves(list(eqn.params.values()))
-    return [value for value in values if hasattr(opened(value), 'eqns')]
-
-
-def _key_of(value: Any) -> Hashable:
-    """What a value is compared by; of a function its code and the values in it."""
-    value = getattr(value, 'callback_func', value)
-    if isinstance(value, functools.partial):
-        return _key_of(value.func), _key_of(value.args), _key_of(value.keywords)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_key_of, value))
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return _key_of(value.__code__), _key_of(cells), _key_of(value.__defaults__)
-    if isinstance(value, types.CodeType):
-        return value.co_code, value.co_names, _key_of(value.co_consts)
-    return value if isinstance(value, Hashable) else repr(value)
-
-
 def name_stack_of(eqn: JaxprEqn) -> str:
     """The name stack under which an equation of a jaxpr was traced."""
     return str(eqn.source_info.name_stack)
@@ -260,111 +216,15 @@ def carried_by(scan: JaxprEqn) -> range:
     return range(first, first + scan.params['num_carry'])
 
 
-class Bodies(NamedTuple):
-    """The jaxprs that an equation runs, but for custom derivative rules.
-
-    Their inputs are those of the equation from ``first`` on. Their outputs are all of
-    the equation's.
-
-    Attributes:
-        jaxprs: open or closed: the branches of a ``cond``, otherwise one or none.
-        first: the index of the first input of the equation that goes into them.
-        carry: the inputs that a loop carries from turn to turn. The first outputs of
-            the body are their next values.
-    """
-
-    jaxprs: tuple[AnyJaxpr, ...]
-    first: int = 0
-    carry: range = range(0)
-
-    @classmethod
-    def of(cls, eqn: JaxprEqn) -> Bodies:
-        """The jaxprs in an equation."""
-        name, params = eqn.primitive.name, eqn.params
-        if name in CALLS:
-            return cls((closed_body_of(eqn),))
-        if name == 'cond':
-            return cls(tuple(params['branches']), 1)
-        if name == 'scan':
-            return cls((params['jaxpr'],), 0, carried_by(eqn))
-        if name == 'while':
-            first = params['cond_nconsts']
-            carry = range(first + params['body_nconsts'], len(eqn.invars))
-            return cls((params['body_jaxpr'],), first, carry)
-        return cls(())
+def within(eqn: JaxprEqn) -> list[AnyJaxpr]:
+    """The jaxprs among the parameters of an equation."""
+    values = jax.tree.leaves(list(eqn.params.values()))
+    return [value for value in values if hasattr(opened(value), 'eqns')]
 
 
-class Frame(NamedTuple):
-    """A line of a function."""
-
-    file: str
-    function: str
-    line: int
-
-
-def frames_of(eqn: JaxprEqn, within: str = '') -> Iterator[Frame]:
-    """The lines of the user's program that made an equation, the innermost first.
-
-    Args:
-        eqn: an equation of a jaxpr.
-        within: the jitted function around the equation, from ``function_in``. JAX
-            caches its trace, so frames outside the function belong to the first call.
-            jax 0.7.2 records those frames, 0.10.2 does not.
-    """
-    traceback = eqn.source_info.traceback
-    for code, last in zip(*traceback.raw_frames(), strict=True) if traceback else ():
-        if frames.is_of_user(code):
-            # ``co_positions`` has one entry per instruction of two bytes.
-            line = next(itertools.islice(code.co_positions(), last // 2, None))[0]
-            yield Frame(code.co_filename, code.co_qualname, line or 0)
-        if within == f'{code.co_name} at {code.co_filename}:{code.co_firstlineno}':
-            return
-
-
-def is_of_cond(eqn: JaxprEqn) -> bool:
-    """Whether JAX itself made an equation, for ``lax.cond`` or ``lax.switch``.
-
-    The frames that traced the branches do not count; jax 0.7.2 records these, too.
-    """
-    traceback = eqn.source_info.traceback
-    codes = traceback.raw_frames()[0] if traceback else ()
-    of_jax = itertools.takewhile(
-        lambda code: not (frames.is_of_user(code) or 'to_jaxpr' in code.co_name), codes
-    )
-    return any(code.co_filename == _CONDITIONALS for code in of_jax)
-
-
-def nearest(lines: Iterable[Frame]) -> str:
-    """The innermost line in words; '' if there is none.
-
-    A line of the user's own files is nearer than one of a package, such as optax.
-    """
-    known = [*lines]
-    own = (frame for frame in known if not frames.is_installed(frame.file))
-    return next(map(described, itertools.chain(own, known)), '')
-
-
-def described(frame: Frame) -> str:
-    """A line in words: ``'model.py:31 (Net.__call__)'``, or a cell of a notebook."""
-    return f'{frames.file_name(frame.file)}:{frame.line} ({frame.function})'
-
-
-def source_of(eqn: JaxprEqn, within: str = '') -> str:
-    """The line of the user that made an equation, or ''; see ``frames_of``."""
-    return nearest(frames_of(eqn, within))
-
-
-def operation(eqn: JaxprEqn) -> str:
-    """What an equation does, in the words of a user."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in CUSTOM_CALLS:
-        named = params.get('name') or body_of(eqn).debug_info.func_name
-        return f'the rule of {named}'
-    if name == 'convert_element_type':
-        return f'a cast to {params["new_dtype"]}'
-    return f'{params["name"]}' if name in JITTED else name
-
-
-def function_in(eqn: JaxprEqn) -> str:
-    """The name, file and line of the function that a jit equation runs."""
-    return str(eqn.params['jaxpr'].jaxpr.debug_info.func_src_info)
+def all_in(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """An equation, and those in its bodies."""
+    yield eqn
+    for body in within(eqn):
+        for inner in opened(body).eqns:
+            yield from all_in(inner)

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flax_sg import errors
@@ -107,7 +108,7 @@ def _cut(x: Array, start: int, stop: int) -> Array:
     """Some rows of an array, which may be a file; copies, as functions may write."""
     if not isinstance(x, jax.Array):
         return np.array(x[start:stop])
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return x[start:stop] if is_key else np.array(np.asarray(x)[start:stop])
 
 

@@ -256,7 +256,7 @@ class Records:
                 return True
             for place, n in zip(some.places.tolist(), some.to.tolist(), strict=True):
                 file.seek(self._begin + place * self._dtype.itemsize)
-                if any(file.readinto(x[n]) != x.shape[1] for x in raw.values()):
+                if any(file.readinto(x[n].data) != x.shape[1] for x in raw.values()):
                     return False
             return True
         return False

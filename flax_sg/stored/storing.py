@@ -14,11 +14,14 @@ import jax
 import numpy as np
 
 from flax_sg import errors
+from flax_sg.errors.texts import wrong_argument
 from flax_sg.internals.types import PyTree
 from flax_sg.stored.batches import Source
 from flax_sg.stored.progress import Bar
 from flax_sg.stored.rows import Rows
 from flax_sg.stored.writing import Writer
+
+_WRITE = "sg.store(early, (x, y), 'features', batch_size=256)"
 
 
 def store(
@@ -85,6 +88,10 @@ def store(
 
     What ``source`` and ``fun`` raise has a note, which says for which examples.
     """
+    if not callable(fun):
+        raise wrong_argument(fun, 'function', _WRITE)
+    if not hasattr(folder, '__fspath__') and not isinstance(folder, str):
+        raise wrong_argument(folder, 'folder', _WRITE)
     if '://' in os.fspath(folder):
         raise errors.ArgumentValueError(
             f'{folder} is no folder of a file system.\nMount the bucket.'

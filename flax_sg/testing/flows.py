@@ -10,8 +10,8 @@ from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
 from flax_sg.flow.analysis import report_of
 from flax_sg.flow.report import FLOWS, PARTLY, STOPPED, UNUSED
-from flax_sg.flow.rows import index
 from flax_sg.internals.types import Args, Kwargs
+from flax_sg.rendering.rows import index
 from flax_sg.trees import leaves
 from flax_sg.trees.trainable import DECLARED, not_differentiable
 

@@ -13,6 +13,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.internals import jaxprs
 from flax_sg.internals.types import PyTree
+from flax_sg.programs.callbacks import callbacks_in
 
 # Tables of lines in the source, each up to an empty line.
 _TABLES = re.compile(
@@ -126,7 +127,7 @@ def _compiled(fn: Callable[..., PyTree], *args: Any, **kwargs: Any) -> _Compiled
         jitted: Any = fn if hasattr(fn, 'trace') else jax.jit(fn)
         traced = jitted.trace(*args, **kwargs)
         traced = getattr(traced, 'traced', traced)
-        calls, compiled = jaxprs.callbacks_in(traced.jaxpr), traced.lower().compile()
+        calls, compiled = callbacks_in(traced.jaxpr), traced.lower().compile()
     return _Compiled(_text_of(compiled), jaxprs.kept_arguments(compiled), calls)
 
 

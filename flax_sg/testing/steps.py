@@ -12,9 +12,9 @@ import numpy as np
 from flax_sg import errors, filters, flow
 from flax_sg.errors.texts import listed, raised_by
 from flax_sg.filters.paths import Path
-from flax_sg.flow.rows import alike, index, repeated, unique
 from flax_sg.internals.types import Array, PyTree
 from flax_sg.rendering.matrix import Matrix, Row, Word
+from flax_sg.rendering.rows import alike, index, repeated, unique
 from flax_sg.rendering.shown import Shown
 from flax_sg.testing.flows import named
 from flax_sg.trees import leaves, matching

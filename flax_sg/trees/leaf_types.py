@@ -68,3 +68,14 @@ def is_variable(node: object) -> bool:
 def is_module(node: object) -> bool:
     """Whether a node is a module of NNX, or another object with Variables in it."""
     return isinstance(node, getattr(sys.modules.get('flax.nnx'), 'Pytree', ()))
+
+
+def holds_arrays(leaf: Leaf) -> bool:
+    """Whether a leaf is an array for JAX; ``NonDifferentiable`` has arrays in it."""
+    arrays = jax.tree.leaves(leaf)
+    return bool(arrays) and all(
+        x.dtype.kind in 'biufcV'
+        if isinstance(x, (np.ndarray, np.generic))
+        else isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+        for x in arrays
+    )

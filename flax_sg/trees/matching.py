@@ -12,8 +12,8 @@ import jax
 import optax
 
 from flax_sg import errors
+from flax_sg.errors.nearest import nearest
 from flax_sg.errors.texts import brief, shown
-from flax_sg.filters.hints import nearest
 from flax_sg.internals.types import Leaf, PyTree
 from flax_sg.trees.leaves import ABSENT, Absent, Leaves, is_array, is_whole, leaves_of
 from flax_sg.trees.nnx_tied import each_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -77,8 +78,37 @@ def of_keys(x: Any) -> Any:
     return jax.random.split(jax.random.key(0), len(x))
 
 
+class Endless:
+    """What ``grain.MapDataset.repeat`` is: its length is the largest there is."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
+class Short(list[Any]):
+    """A data set that returns too few of several examples."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[n] for n in indices][:-1]
+
+
+def without_about() -> Any:
+    store(lambda x: x)
+    Path('features/about.json').unlink()
+    return store(lambda x: x)
+
+
 PROGRAMS: dict[str, Any] = {
     'no examples': (lambda: store(lambda x: x, X[:0]), lambda: store(lambda x: x)),
+    'a loader that never ends': lambda: store(lambda x: x, Endless()),
+    'a bucket': lambda: sg.store(lambda x: x, X, 'gs://rows', batch_size=4),
+    'arrays in the place of the function': lambda: sg.store(
+        X, lambda x: x, 'features', batch_size=4
+    ),
+    'a source in the place of the folder': lambda: sg.store(
+        lambda x: x, 'features', X, batch_size=4
+    ),
+    'too few of several examples': lambda: store(lambda x: x, Short(X)),
     'a source without a length': (
         lambda: store(lambda x: x, iter(X)),
         lambda: store(lambda x: x, list(X)),
@@ -122,6 +152,7 @@ PROGRAMS: dict[str, Any] = {
     ),
     'other weights': lambda: then(lambda x: 1.1 * x),
     'nearly the same weights': lambda: then(lambda x: 1.005 * x),
+    'files of rows that nothing tells of': without_about,
     'no rows in a folder': lambda: sg.Rows('.'),
     'a file that was deleted': without_a_file,
     'a mask of rows': (

@@ -1,6 +1,7 @@
 """Errors name the function that was called: arguments exchanged, a dict of losses."""
 
 import itertools
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,7 @@ class Options(dict[str, Any]):
 
 
 GRADIENTS = jax.grad(loss)(PARAMS)
+FOLDER = tempfile.TemporaryDirectory()
 # The call that is right, for each public function of several arguments.
 CALLS: dict[str, tuple[Any, ...]] = {
     'sg.adopt': (optax.adam(0.1), PARAMS, optax.adam(0.1).init(PARAMS)),
@@ -47,6 +49,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     'sg.precompute': (loss, PARAMS, Options(wrt='head')),
     'sg.rewrite': (PARAMS, nn.scale_gradient('body', 0.5)),
     'sg.stop_gradient': (PARAMS, 'body'),
+    'sg.store': (np.tanh, np.ones((2, 3)), FOLDER.name, Options(batch_size=1)),
     'sg.substitute': (PARAMS, {'body': jnp.ones((3, 3))}),
     'sg.tabulate': (NET, X),
     'sg.value_and_grad': (loss,),
@@ -65,7 +68,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 OTHERS = {
     *('sg.ABSENT', 'sg.DECLARED', 'sg.NonDifferentiable', 'sg.Path', 'sg.arrays'),
     *('sg.core', 'sg.errors', 'sg.filters', 'sg.linen', 'sg.testing'),
-    *('sg.combine', 'sg.trainable', 'sg.where', 'testing.moves'),
+    *('sg.Rows', 'sg.combine', 'sg.trainable', 'sg.where', 'testing.moves'),
     *('filters.Collection', 'filters.Filter', 'filters.Where'),
 }
 

@@ -6,8 +6,8 @@ import enum
 import pytest
 
 from flax_sg.errors import ArgumentValueError
+from flax_sg.errors.nearest import nearest
 from flax_sg.filters import as_filter
-from flax_sg.filters.hints import nearest
 from flax_sg.filters.paths import Path
 from flax_sg.filters.patterns import Glob, glob_regex
 from tests.helpers import oracle

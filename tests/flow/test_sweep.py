@@ -16,7 +16,7 @@ from jax import lax
 
 from flax_sg.flow import pullback
 from flax_sg.internals import jaxprs
-from flax_sg.internals.primitives import KINDS, Kind
+from flax_sg.programs.primitives import KINDS, Kind
 
 RNG = np.random.default_rng(0)
 X, OTHER = (jnp.asarray(RNG.uniform(1.0, 2.0, (3, 4)), jnp.float32) for _ in range(2))

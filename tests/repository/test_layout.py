@@ -30,10 +30,11 @@ ROOT = Path(__file__).parents[2]
 STACK = [
     'errors',
     'internals',
-    'rendering',
     'filters',
+    'rendering',
     'trees',
     'rules',
+    'programs',
     'nnx',
     'engine',
     'scans',

@@ -1,11 +1,10 @@
 """A program that stores rows, which tests start as processes and kill.
 
-python program.py FOLDER SECONDS [PORT COUNT INDEX] [--dies-after CALLS]
+python program.py FOLDER SECONDS [PORT COUNT INDEX] [--dies-after CALLS] [--factor F]
 """
 
 import argparse
 import os
-import sys
 import time
 
 import jax
@@ -34,6 +33,7 @@ def main():
     parser.add_argument('seconds', type=float)
     parser.add_argument('where', type=int, nargs='*')
     parser.add_argument('--dies-after', type=int, default=0)
+    parser.add_argument('--factor', type=float, default=2.0)
     options = parser.parse_args()
     if options.where:
         port, count, index = options.where
@@ -47,13 +47,16 @@ def main():
         if len(calls) == options.dies_after:
             os._exit(9)
         time.sleep(options.seconds)
-        return by_hand(x, y)
+        return {**by_hand(x, y), 'double': np.float32(options.factor) * x}
 
-    sg.store(slow, data(), options.folder, batch_size=BATCH)
-    assert {*calls} <= {BATCH}
-    print('done', len(calls), flush=True)
-    sys.stdout.flush()
-    # Others may still compute: jax.distributed would wait for them.
+    try:
+        sg.store(slow, data(), options.folder, batch_size=BATCH)
+    except sg.errors.StaleRowsError:
+        print('stale', len(calls), flush=True)
+    else:
+        assert {*calls} <= {BATCH}
+        print('done', len(calls), flush=True)
+    # At its end jax.distributed would wait for the others.
     os._exit(0)
 
 

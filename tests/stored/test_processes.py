@@ -69,10 +69,14 @@ def test_a_program_that_is_stopped_goes_on(tmp_path: Path, sign: signal.Signals)
     check(tmp_path)
 
 
-def test_two_processes_of_jax_distributed_share_the_batches(tmp_path: Path):
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(('localhost', 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def test_two_processes_of_jax_distributed_share_the_batches(tmp_path: Path):
+    port = free_port()
     both = [started(tmp_path, 0.05, port, 2, index) for index in range(2)]
     calls = list(map(calls_of, both))
     # Whoever is done first helps, so a batch near the end may be computed twice.
@@ -88,3 +92,19 @@ def test_a_process_dies_beside_another_one(tmp_path: Path):
     assert dies.wait() == 9
     dies.communicate()
     check(tmp_path)
+
+
+def test_a_host_with_other_weights_writes_nothing(tmp_path: Path):
+    """Each begins with the first batch, and one of them is told."""
+    port = free_port()
+    both = [
+        started(tmp_path, 0.05, port, 2, n, '--factor', factor)
+        for n, factor in enumerate((2, 3))
+    ]
+    ends = [process.communicate(timeout=60)[0].split() for process in both]
+    [won] = [n for n, said in enumerate(ends) if said[-2] == 'done']
+    assert ends[1 - won][-2] == 'stale'
+    assert int(ends[won][-1]) == BATCHES  # It has computed all of them.
+    rows, (x, y) = sg.Rows(tmp_path)[:], program.data()
+    np.testing.assert_array_equal(rows['double'], np.float32([2, 3][won]) * x)
+    np.testing.assert_array_equal(rows['number'], y)

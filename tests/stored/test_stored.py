@@ -1,5 +1,6 @@
 """Rows in files are those of the function on the whole data set, to the bit."""
 
+import collections
 import errno
 import functools
 import os
@@ -22,6 +23,7 @@ import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.stored import progress as bars
+from flax_sg.stored.writing import Writer
 
 ROWS = 11
 X = np.random.default_rng(0).standard_normal((ROWS, 3)).astype(np.float32)
@@ -87,6 +89,7 @@ SOURCES: dict[str, Any] = {
     'a tuple of arrays': ((X, Y), of_pair),
     'arrays of jax': ((jnp.asarray(X), Y), of_pair),
     'a dict of arrays': ({'x': X, 'y': Y}, of_columns),
+    'a mapping': (collections.UserDict({'x': X, 'y': Y}), of_columns),
     'an array': (X, lambda x: of_pair(x, [n for v in x for n in _number(v)])),
     'a list of examples': ([*zip(X, Y, strict=True)], of_pair),
     'a list of dicts': ([{'x': X[n], 'y': Y[n]} for n in range(ROWS)], of_columns),
@@ -192,12 +195,19 @@ def test_what_is_there_is_not_computed_again(tmp_path: Path):
 
 def test_a_file_of_another_process_stays_for_an_hour(tmp_path: Path):
     sg.store(of_pair, (X, Y), tmp_path, batch_size=4)
-    young, old = tmp_path / '0.npy.1.part', tmp_path / '0.npy.2.part'
-    for part in (young, old):
+    young, old, of_others = (
+        tmp_path / name
+        for name in (
+            f'00000000.npy.{"1" * 32}.part',
+            f'about.json.{"2" * 32}.part',
+            'film.mkv.part',
+        )
+    )
+    for part in (young, old, of_others):
         part.touch()
-    os.utime(old, (time.time() - 7200,) * 2)
+        os.utime(part, (time.time() - 7200 * (part is not young),) * 2)
     sg.store(of_pair, (X, Y), tmp_path, batch_size=4)
-    assert young.exists() and not old.exists()
+    assert young.exists() and of_others.exists() and not old.exists()
 
 
 def test_a_missing_row_raises_when_it_is_read(tmp_path: Path):
@@ -208,7 +218,7 @@ def test_a_missing_row_raises_when_it_is_read(tmp_path: Path):
     with pytest.raises(errors.MissingRowsError, match=r'00000001\.npy is missing'):
         rows[[0, 5]]
     with pytest.raises(
-        errors.MissingRowsError, match=r'00000002\.npy is missing, or cut'
+        errors.MissingRowsError, match=r'00000002\.npy is missing, cut off'
     ):
         rows[-1]
 
@@ -261,6 +271,56 @@ def test_stale_rows_raise(case: str, tmp_path: Path):
         sg.store(fun, data, tmp_path, batch_size=4)
     # Nothing is lost.
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def masked(x):
+    """Logits of which some are masked."""
+    return np.where(np.arange(3) == 1, -1e9, x)
+
+
+BLIND: dict[str, Any] = {
+    'a few numbers are far larger': (masked(X), masked(-X)),
+    'bools of which few hold': (np.eye(ROWS, 5000) > 0, np.eye(ROWS, 5000, 7) > 0),
+    'small ints of which few hold': (
+        np.eye(ROWS, 5000, dtype=np.int8),
+        np.eye(ROWS, 5000, 7, dtype=np.int8),
+    ),
+    'large ints': (10**9 + Y, 10**9 + Y[::-1]),
+}
+
+
+@pytest.mark.parametrize('case', BLIND)
+def test_what_a_norm_does_not_see(case: str, tmp_path: Path):
+    one, other = BLIND[case]
+    sg.store(lambda x: x, one, tmp_path, batch_size=4)
+    with pytest.raises(errors.StaleRowsError, match='is stale'):
+        sg.store(lambda x: x, other, tmp_path, batch_size=4)
+
+
+def test_rounding_of_small_ints_is_not_stale(tmp_path: Path):
+    """Features of 8 bits, a tenth of which are rounded to the other side."""
+    x = np.arange(ROWS * 100).reshape(ROWS, 100).astype(np.int8)
+    sg.store(lambda x: x, x, tmp_path, batch_size=4)
+    other = x + (np.arange(100) % 10 == 0).astype(np.int8)
+    with pytest.warns(UserWarning, match='It may be rounding'):
+        sg.store(lambda x: x, other, tmp_path, batch_size=4)
+
+
+def test_equal_infinities_beside_rounding(tmp_path: Path):
+    x = np.where(np.arange(3) == 1, -np.inf, X.astype(float))
+    sg.store(lambda x: x, x, tmp_path, batch_size=4)
+    sg.store(lambda x: x, x * (1 + 1e-9), tmp_path, batch_size=4)
+
+
+def test_open_rows_see_that_the_folder_has_others(tmp_path: Path):
+    rows = sg.store(of_pair, (X, Y), tmp_path, batch_size=4)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    sg.store(of_pair, (X, Y), tmp_path, batch_size=3)
+    with pytest.raises(errors.MissingRowsError, match='of another store'):
+        rows[0]
+    with pytest.raises(errors.MissingRowsError, match='of another store'):
+        rows[:]
 
 
 def test_rounding_is_not_stale(tmp_path: Path):
@@ -320,7 +380,9 @@ def test_what_no_example_changes_is_kept_once(tmp_path: Path):
     np.testing.assert_array_equal(rows[:]['row'], X, strict=True)
     assert os.path.getsize(tmp_path / 'fixed.npy') < 500
     os.truncate(tmp_path / 'fixed.npy', 150)
-    with pytest.raises(errors.MissingRowsError, match=r'fixed\.npy is missing, or cut'):
+    with pytest.raises(
+        errors.MissingRowsError, match=r'fixed\.npy is missing, cut off'
+    ):
         sg.Rows(tmp_path)
     rows = sg.store(
         lambda x: {'row': x, 'fixed': fixed, 'number': 7},
@@ -394,25 +456,63 @@ def test_grain_shuffles_and_goes_on(tmp_path: Path):
 # While it computes.
 
 
-def test_the_next_batch_is_read_while_one_is_computed(tmp_path: Path):
-    read = [threading.Event() for _ in range(3)]
+def test_a_batch_is_computed_while_others_are_read_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    events, called = list[str](), [threading.Event() for _ in range(3)]
 
-    class Slow(Pairs):
+    class Noted(Pairs):
         def __getitem__(self, n):
-            read[n // 4].set()
+            events.extend([f'read {n // 4}'] if n % 4 == 0 else [])
             return super().__getitem__(n)
 
-    def waits(x, y):
-        following = int(y[0]) // 4 + 1
-        assert following == 3 or read[following].wait(10)
-        return np.asarray(2 * x), np.asarray(y)
-
     def fun(x, y):
-        shapes = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.typeof(y)
-        return jax.pure_callback(waits, shapes, x, y)
+        called[y[0] // 4].set()
+        events.append(f'call {y[0] // 4}')
+        return [jnp.asarray(2 * x), jnp.asarray(y)]
 
-    rows = sg.store(jax.jit(fun), Slow(), tmp_path, batch_size=4)
+    def ready(out, wait=jax.block_until_ready):
+        events.extend([f'ready {out[0]}'] if out else [])
+        return wait(out)
+
+    def keep(self, batch, out, keep=Writer.keep):
+        assert batch == 2 or called[batch + 1].wait(10)
+        return keep(self, batch, out)
+
+    monkeypatch.setattr(jax, 'block_until_ready', ready)
+    monkeypatch.setattr(Writer, 'keep', keep)
+    rows = sg.store(fun, Noted(), tmp_path, batch_size=4)
     assert_rows(rows, 2 * X, Y.astype(np.int32))
+    # The function may use its memory again: it is called when the last one is ready.
+    assert events == [
+        *('read 0', 'call 0', 'read 1', 'ready 0', 'call 1'),
+        *('read 2', 'ready 1', 'call 2'),
+    ]
+
+
+def test_a_function_that_changes_the_folder_and_its_input(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'other').mkdir()
+    data = X.copy()
+
+    def fun(x):
+        os.chdir(tmp_path / 'other')
+        x *= 2
+        return x
+
+    assert_rows(sg.store(fun, data, 'rows', batch_size=4), 2 * X)
+    np.testing.assert_array_equal(data, X)
+
+
+def test_a_source_that_fills_one_buffer(tmp_path: Path):
+    class Buffered(Pairs):
+        buffer = np.empty(3, np.float32)
+
+        def __getitem__(self, n):
+            self.buffer[:] = X[n]
+            return self.buffer, n
+
+    assert_rows(sg.store(of_pair, Buffered(), tmp_path, batch_size=4), 2 * X, Y)
 
 
 def test_an_array_that_the_function_writes_again(tmp_path: Path):

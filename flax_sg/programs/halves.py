@@ -1,26 +1,19 @@
-"""Splits an equation in two, with the partial evaluation that jax.checkpoint rests on.
+"""Splits an equation in two: what does not change, and what does.
 
-``partial_eval_jaxpr_custom`` has a rule for each of JAX's loops, branches and calls. It
-leaves calls with rules of derivatives whole. ``partial_eval_jaxpr_nounits`` takes a
-``custom_jvp`` apart, and its rule is lost.
+A loop of which a part changes is split by JAX, one that does not change stays whole.
 """
-
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax._src.interpreters import partial_eval
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from flax_sg.internals import versions
+from flax_sg.internals import jaxprs, partial_evaluation
 from flax_sg.internals.jaxprs import CHECKPOINTS, CUSTOM_CALLS, opened, within
-from flax_sg.internals.types import Array, Atom, Aval
+from flax_sg.internals.types import Atom, Aval
 
 
 class Halves(NamedTuple):
@@ -69,7 +62,7 @@ def halves_of(
         again: the ids of equations in its body that run in the late half, too.
         is_late: which outputs the late half makes, whatever they depend on.
     """
-    _check()
+    partial_evaluation.check()
     places = {x: n for n, x in enumerate(eqn.invars) if not isinstance(x, Literal)}
     outvars = [var for var in eqn.outvars if type(var).__name__ != 'DropVar']
     late_outs = dict(zip(eqn.outvars, is_late, strict=bool(is_late)))
@@ -84,7 +77,7 @@ def halves_of(
 
     while True:
         whole = _program_of(_as_ones(eqn, again, opens), [*places], outvars)
-        known, late, is_new, inst, count = partial_eval.partial_eval_jaxpr_custom(
+        known, late, is_new, inst, count = partial_evaluation.partial_eval_jaxpr_custom(
             whole, unknown, True, asked, asked, policy
         )
         # Loops of which a part changes are in the late half: they are opened.
@@ -92,15 +85,15 @@ def halves_of(
         if not loops:
             break
         opens |= loops
-    late, reads = partial_eval.dce_jaxpr(
+    late, reads = partial_evaluation.dce_jaxpr(
         late, [new for new, is_made in zip(is_new, inst, strict=True) if is_made]
     )
     kept, late_reads = reads[:count], reads[count:]
     outs = [True] * (len(known.outvars) - count)
-    known, known_reads = partial_eval.dce_jaxpr(known, [*outs, *kept])
+    known, known_reads = partial_evaluation.dce_jaxpr(known, [*outs, *kept])
     fixed = [n for n, new in zip(places.values(), unknown, strict=True) if not new]
     is_new_of = dict(zip(outvars, is_new, strict=True))
-    of_user = any(one.params.get('differentiated') for one in _all_in(eqn))
+    of_user = any(one.params.get('differentiated') for one in jaxprs.all_in(eqn))
     return Halves(
         _restored(known, of_user),
         [n for n, used in zip(fixed, known_reads, strict=True) if used],
@@ -113,9 +106,9 @@ def halves_of(
 
 def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
     """A program without what no output needs, but with all of its inputs."""
-    _check()
+    partial_evaluation.check()
     every = [True] * len(program.jaxpr.outvars)
-    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, every, instantiate=True)
+    jaxpr, _ = partial_evaluation.dce_jaxpr(program.jaxpr, every, instantiate=True)
     return program.replace(jaxpr=jaxpr)
 
 
@@ -130,7 +123,7 @@ def _as_ones(eqn: JaxprEqn, again: Set[int], opens: Set[int]) -> JaxprEqn:
     """The equation, in whose bodies those that are not opened stand as one."""
 
     def as_one(inner: JaxprEqn) -> JaxprEqn:
-        ids = {id(one) for one in _all_in(inner)}
+        ids = {id(one) for one in jaxprs.all_in(inner)}
         is_loop = inner.primitive.name in ('scan', 'while') and not ids & (
             again | opens
         )
@@ -182,66 +175,9 @@ def _each(jaxpr: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
     return jaxpr.replace(eqns=[*map(change, jaxpr.eqns)])
 
 
-def _all_in(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """An equation, and those in its bodies."""
-    yield eqn
-    for body in within(eqn):
-        for inner in opened(body).eqns:
-            yield from _all_in(inner)
-
-
 def _ones_in(jaxpr: Jaxpr) -> Iterator[int]:
     """Yields the ids of the equations that stand as one in a jaxpr."""
     for eqn in jaxpr.eqns:
-        for inner in _all_in(eqn):
+        for inner in jaxprs.all_in(eqn):
             if inner.primitive is _AS_ONE:
                 yield id(inner.params['eqn'])
-
-
-@functools.cache
-def _check() -> None:
-    versions.check(PROGRAMS, 'sg.precompute')
-
-
-def _split(fun: Callable[..., Any], changes: Sequence[bool]) -> tuple[list[str], ...]:
-    """The names of primitives in both halves of a function of numbers."""
-    jaxpr = jax.make_jaxpr(fun)(*jnp.ones(len(changes))).jaxpr
-    known, late, *_ = partial_eval.partial_eval_jaxpr_custom(
-        jaxpr, changes, True, False, False, lambda *_, **__: True
-    )
-    return tuple(
-        [one.primitive.name for eqn in half.eqns for one in _all_in(eqn)]
-        for half in (known, late)
-    )
-
-
-def _splits_loops() -> bool:
-    def loop(a: Array, b: Array) -> Array:
-        turn = lambda carry, _: (carry * jnp.sin(a), None)  # noqa: E731
-        return jax.lax.scan(turn, b, None, 2)[0]
-
-    known, late = _split(loop, [False, True])
-    return 'sin' in known and 'sin' not in late and 'scan' in late
-
-
-def _leaves_rules() -> bool:
-    fun = jax.custom_jvp(lambda a, b: jnp.sin(a) * b)
-    fun.defjvp(lambda primals, _: (fun(*primals), primals[0]))
-    known, late = _split(fun, [False, True])
-    return 'sin' not in known and bool(CUSTOM_CALLS & {*late})
-
-
-def _drops() -> bool:
-    jaxpr = jax.make_jaxpr(lambda a, b: (jnp.sin(a), jnp.cos(b)))(1.0, 1.0).jaxpr
-    late, read = partial_eval.dce_jaxpr(jaxpr, [False, True])
-    return [eqn.primitive.name for eqn in late.eqns] == ['cos'] and read == [
-        False,
-        True,
-    ]
-
-
-PROGRAMS: dict[str, Callable[[], bool]] = {
-    'partial_eval_jaxpr_custom has to split a loop': _splits_loops,
-    'partial_eval_jaxpr_custom has to leave custom rules whole': _leaves_rules,
-    'dce_jaxpr has to drop what is not asked for': _drops,
-}

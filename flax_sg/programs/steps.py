@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from flax_sg.internals import jaxprs
 from flax_sg.internals.types import AnyJaxpr, Array, Atom, Aval
+from flax_sg.programs import sources
 
 UNKNOWN = 'unknown'
 
@@ -28,15 +29,15 @@ class Site(NamedTuple):
     call: JaxprEqn | None = None
     outer: Site | None = None
 
-    def frames(self, eqn: JaxprEqn) -> Iterator[jaxprs.Frame]:
+    def frames(self, eqn: JaxprEqn) -> Iterator[sources.Frame]:
         """The lines of the user that made an equation of the body, innermost first."""
-        yield from jaxprs.frames_of(eqn, self.function())
+        yield from sources.frames_of(eqn, self.function())
         if self.call is not None and self.outer is not None:
             yield from self.outer.frames(self.call)
 
     def source(self, eqn: JaxprEqn) -> str:
         """The nearest of these lines, in words."""
-        return jaxprs.nearest(self.frames(eqn)) or UNKNOWN
+        return sources.nearest(self.frames(eqn)) or UNKNOWN
 
     def is_backward(self, eqn: JaxprEqn) -> bool:
         """Whether an equation of the body is of a backward pass in the program."""
@@ -51,7 +52,7 @@ class Site(NamedTuple):
         if self.call is None or self.outer is None:
             return ''
         if self.call.primitive.name in jaxprs.JITTED:
-            return jaxprs.function_in(self.call)
+            return sources.function_in(self.call)
         return self.outer.function()
 
 
@@ -84,7 +85,7 @@ class Step:
     @property
     def described(self) -> str:
         """What it does, and the line of the user."""
-        return f'{jaxprs.operation(self.eqn)} at {self.source}'
+        return f'{sources.operation(self.eqn)} at {self.source}'
 
     def read(self) -> list[int]:
         """The values that it reads, without constants."""

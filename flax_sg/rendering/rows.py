@@ -17,8 +17,9 @@ NO_MODULE = '(no module)'
 
 def qualified(paths: Sequence[Path]) -> list[tuple[str, ...]]:
     """The names in each path, below the collection if there are several."""
-    is_qualified = len({path.collection for path in paths}) > 1
-    return [(path.collection,) * is_qualified + path.parts for path in paths]
+    if len({path.collection for path in paths}) > 1:
+        return [(path.collection, *path.parts) for path in paths]
+    return [path.parts for path in paths]
 
 
 def unique(paths: Sequence[Path]) -> list[str]:

@@ -7,8 +7,8 @@ from jax.extend.core import Primitive, primitives
 
 from flax_sg.ahead import axes
 from flax_sg.flow import zeros
-from flax_sg.internals import primitives as table
-from flax_sg.internals.primitives import KINDS, Kind, names_of
+from flax_sg.programs import primitives as table
+from flax_sg.programs.primitives import KINDS, Kind, names_of
 
 OF_JAX: dict[str, Primitive] = {
     value.name: value
