@@ -57,13 +57,15 @@ def store(
 
     The folder has ``about.json``; a file for each batch, which ``numpy.load`` reads,
     with a record for each row; and ``fixed.npy`` for what is in no row. A bucket has to
-    be mounted.
+    be mounted. It has no hard links, so only processes of one program may write there:
+    two programs that start at once overwrite each other's rows.
 
     Args:
         fun: a function of a batch, which returns a tree of dicts, lists and tuples of
             arrays. It is called as it is, with ``batch_size`` examples: the last batch
             is filled up, and cut off again. Most often it is
             ``jax.jit(functools.partial(ahead.early, params))``, see ``sg.precompute``.
+            With several processes its weights are the process's own, equal in all.
         source: arrays with the examples in front, or a tuple or a dict of them: ``fun``
             gets each array of a tuple as an argument. Or anything with ``len`` and
             ``[n]``, such as a data set of Grain, PyTorch, Hugging Face or tfds: an

@@ -165,7 +165,8 @@ def test_typed_keys_are_data(tmp_path: Path):
 
 
 def test_arrays_of_64_bits(tmp_path: Path):
-    with jax.enable_x64(True):
+    old = not hasattr(jax, 'enable_x64')
+    with jax.experimental.enable_x64() if old else jax.enable_x64():
         x = jnp.asarray(np.arange(ROWS) / 3)
         rows = sg.store(lambda x: x, x, tmp_path, batch_size=4)
     assert_rows(rows, np.arange(ROWS) / 3)
