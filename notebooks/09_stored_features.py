@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from matplotlib import ticker
 from shared import BLUE, FULL, ORANGE, digits
 
 import flax_sg as sg
@@ -228,6 +229,9 @@ for name, (colour, line, width) in styles.items():
     right.plot(seconds, values, **look)
 left.set(title='loss by epoch', xlabel='epoch', yscale='log')
 right.set(title='loss by time', xlabel='seconds', xscale='log')
+right.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+right.xaxis.set_major_formatter('{x:g}')
+right.xaxis.set_minor_formatter('')
 right.legend()
 plt.show()
 

@@ -161,6 +161,8 @@ def labels(
     may_have = [is_absent(leaf) or is_differentiable(leaf) for leaf in leaves.values]
     paths = list(itertools.compress(leaves.paths, may_have))
     with raised_by('sg.labels'):
+        # optax asks for the labels of a tree without leaves: no filter matches.
+        unused = unused if leaves.values else 'ignore'
         labels_of_paths = iter(classified(paths, groups, unused)[0])
     out: list[Any] = []
     for may, (path, leaf) in zip(may_have, leaves, strict=True):

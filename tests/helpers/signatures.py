@@ -11,10 +11,6 @@ from flax_sg.flow import GradientFlow, Why
 from flax_sg.summary import ModuleTable
 from flax_sg.testing.steps import Moves
 
-# Arguments that the library passes itself.
-NOT_FOR_USERS = {'self', 'rule', 'within', 'parent'}
-
-
 # What functions return, and what users ask of it.
 RETURNED: list[tuple[str, Any, str]] = [
     (
@@ -82,7 +78,7 @@ def signature(thing: Any, name: str) -> str | None:
     shown = [
         p.replace(annotation=p.empty, default=_Default.of(p.default))
         for p in found.values()
-        if p.name not in NOT_FOR_USERS and 'Never' not in str(p.annotation)
+        if p.name != 'self' and 'Never' not in str(p.annotation)
     ]
     return name + str(inspect.Signature(shown))
 

@@ -230,8 +230,10 @@ GROUPS = {
 @pytest.mark.parametrize('name', GROUPS)
 def test_a_count_begins_anew_with_its_moments(name):
     make = GROUPS[name]
-    labels = {'a': 'one', 'b': 'one', 'c': 'two'}
-    groups = optax.multi_transform({'one': make(), 'two': make()}, labels)
+    where = {'one': '{a,b}', 'two': 'c'}
+    groups = optax.multi_transform(
+        {'one': make(), 'two': make()}, lambda params: sg.labels(params, where)
+    )
     stage = sg.freeze(groups, 'c')
     params, state = PARAMS, stage.init(PARAMS)
     # By hand: an optimizer for each group, and the second one begins with the thaw.
