@@ -14,7 +14,10 @@ import flax_sg
 FILE = Path(__file__).with_suffix('.txt')
 LIBRARY = str(Path(flax_sg.__file__).parent) + os.sep
 # What differs between two runs or two machines: `...` stands in its place.
-VARIES = re.compile(r'(?<=\.py:)\d+|(?<=\bline )\d+|\d+(\.\d+){2,}|(?<=0x)[0-9a-f]+')
+VARIES = re.compile(
+    r'(?<=\.py:)\d+|(?<=\bline )\d+|\d+(\.\d+){2,}|(?<=0x)[0-9a-f]+'
+    r'|/[^\s:]*/tmp[^\s:/]*'  # A temporary folder.
+)
 
 
 class Raised(NamedTuple):
