@@ -148,10 +148,6 @@ def shared(values: Any) -> Any:
     return Parent().apply({'params': params}, X)
 
 
-def reads_later() -> Any:
-    return nn.Frozen(ReadsLater()).bind({'params': {'b': jnp.ones(())}})
-
-
 class Renames(fnn.Module):
     @fnn.compact
     def __call__(self, x: Any) -> Any:
@@ -216,10 +212,6 @@ CASES: dict[str, Any] = {
         StartsItself()
     ).apply(VARIABLES, X),
     'a stop that scans keep': in_scan,
-    'a function of a wrapped module': (
-        lambda: reads_later().fn,
-        lambda: reads_later().use(1.0),
-    ),
     'a function around a scan': around_scan,
     'wrapped class': lambda: nn.Frozen(fnn.Dense),
     'wrapped None': lambda: nn.mirror(None),
