@@ -114,17 +114,6 @@ def around_scan() -> None:
         jax.eval_shape(lambda: model.apply(variables, jnp.float32(0), None))
 
 
-class ReadsLater(fnn.Module):
-    """Keeps what reads its parameters later."""
-
-    def setup(self):
-        self.box = self.variable('params', 'b', lambda: jnp.ones(()))
-        self.fn = lambda x: self.box.value * x
-
-    def use(self, x):
-        return self.fn(x) * self.box.value
-
-
 OUT = {'kernel': X[:, :1], 'bias': X[0, :1]}
 
 

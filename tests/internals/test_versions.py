@@ -26,7 +26,7 @@ from flax_sg import linen as nn
 from flax_sg.internals import (
     lifting,
     modules,
-    partial,
+    partial_evaluation,
     patching,
     required,
     tracing,
@@ -127,10 +127,10 @@ HALVES: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(('name', 'other', 'said'), HALVES)
 def test_a_partial_evaluation_that_does_something_else(name, other, said, monkeypatch):
-    versions.check(partial.PROGRAMS)
-    monkeypatch.setattr(partial.partial_eval, name, other)
+    versions.check(partial_evaluation.PROGRAMS)
+    monkeypatch.setattr(partial_evaluation.partial_eval, name, other)
     with pytest.raises(errors.UnsupportedVersionError, match=said):
-        versions.check(partial.PROGRAMS, 'sg.precompute')
+        versions.check(partial_evaluation.PROGRAMS, 'sg.precompute')
 
 
 ATTRIBUTES = [
