@@ -128,7 +128,7 @@ HALVES: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(('name', 'other', 'said'), HALVES)
 def test_a_partial_evaluation_that_does_something_else(name, other, said, monkeypatch):
     versions.check(partial_evaluation.PROGRAMS)
-    monkeypatch.setattr(partial_evaluation.partial_eval, name, other)
+    monkeypatch.setattr(partial_evaluation, name, other)
     with pytest.raises(errors.UnsupportedVersionError, match=said):
         versions.check(partial_evaluation.PROGRAMS, 'sg.precompute')
 
