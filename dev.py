@@ -41,8 +41,10 @@ def demo(*args):
 
 
 def test(*args):
-    """Run the tests: as CI does, [--quick], [--long], or some: [FILES -k name]."""
+    """Run the tests: as CI does, [--quick | --long | --pages], or [FILES -k name]."""
     python = development_env()
+    if args == ('--pages',):  # Prints the lines that no page and no notebook runs.
+        return run(python, '-m', 'tests.measure')
     if args == ('--quick',):  # Those that catch the faults of the table.
         rows = re.findall(r'^\| `.+?` \| `(.+?::.+?)` \|', TABLE.read_text(), re.M)
         return pytest(python, (), '-q', *dict.fromkeys(rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import types
 import weakref
 
@@ -120,15 +119,8 @@ def close_last(
         return blocks.remove(aside[-1])
     # Another exception of the body is more important than the order of blocks.
     if exc_type in (None, GeneratorExit):
-        here, place, elsewhere = Place.here(), None, ''
-        # Only this error needs all blocks of all threads, so no list of them is kept.
-        all_blocks = [block for block in gc.get_objects() if type(block) is Block]
-        for block in all_blocks:
-            if block.rewrite is rewrite and block.is_open:
-                place = block.place
-                elsewhere = f', which closes it at {here}, but in {place.thread.name}'
-        reason = f'it is not open in this thread, {here.thread.name}{elsewhere}'
-        raise _wrong_order(rewrite, place, reason)
+        reason = f'it is not open in this thread, {Place.here().thread.name}'
+        raise _wrong_order(rewrite, None, reason)
 
 
 class Guarded:

@@ -59,10 +59,7 @@ def check(value: object, owner: str, changed: Set[int], clean: dict[int, Any]) -
             )
         if id(part) not in met and id(part) not in clean:
             met[id(part)] = part  # Kept alive, so that no later object has its id.
-            inside = _inside(part)
-            # Fast, for a long list of words.
-            if not PLAIN.issuperset(map(type, inside)):
-                waiting += [x for x in inside if type(x) not in PLAIN]
+            waiting += [x for x in _inside(part) if type(x) not in PLAIN]
     clean.update(met)
 
 

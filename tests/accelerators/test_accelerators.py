@@ -4,7 +4,6 @@ The compilers of these run on any CPU. `dev.py accelerators --smoke` installs on
 runs these tests. Elsewhere they are skipped.
 """
 
-import dataclasses
 import functools
 import os
 import re
@@ -29,7 +28,6 @@ from benchmarks.accelerators import (
     tables,
 )
 from benchmarks.accelerators.models import BACKBONE, Decoder
-from benchmarks.accelerators.rows import Row
 from benchmarks.accelerators.sharded import data_of
 from benchmarks.compiled import Compiler, Step
 from benchmarks.workloads import Workload
@@ -206,31 +204,6 @@ def test_collectives_are_counted_by_kind_and_bytes():
         'all-gather': (1, 16),
         'reduce-scatter': (1, 16),
     }
-
-
-def test_rows_are_kept_and_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, 'commit', lambda: '1234abcd')
-    old = Row('v5e', 'LoRA', 'stops by hand', 'stops', flops=1e6)
-    new = Row('v5e', 'LoRA', 'stops by hand', 'stops', flops=2e6, peak=3_000_000)
-    other = Row('v5e', 'LoRA', 'optax mask', note='needs 20.0G of 15.7G')
-    moved = {'all-reduce': (2, 5_000_000)}
-    named = Row('v5e', 'scan', 'x', 'other', collectives=moved, trace=0.5)
-    file = results.folder('libtpu 0.0.1', tmp_path) / 'sharded.json'
-    assert file.parent.name == 'libtpu_0.0.1'
-    for row in (old, other, named, new):
-        results.keep(file, [row])
-    kept = [dataclasses.replace(row, commit='1234abcd') for row in (new, other, named)]
-    assert results.read(file) == kept
-    wanted = {'sharded': [('v5e', 'LoRA'), ('v5p', 'LoRA'), ('v5p', 'scan')]}
-    tables.write(file.parent, 'libtpu 0.0.1', wanted)
-    page = (file.parent / 'README.md').read_text().splitlines()
-    assert page[0] == '# libtpu 0.0.1'
-    assert 'flax_sg 1234abcd.' in page
-    assert '| stops by hand | stops | 2 | 0 | 0 | 0 | 3 |' in page
-    assert '- optax mask: needs 20.0G of 15.7G' in page
-    assert page[-1] == '- sharded, v5p: LoRA; scan'
-    [line] = [line for line in page if line.startswith('| x ')]
-    assert line.endswith('| 2 all-reduce (5) | 0.50 |')
 
 
 def test_nothing_to_compile_is_no_error(tmp_path, monkeypatch):

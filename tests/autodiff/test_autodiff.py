@@ -361,28 +361,3 @@ def test_zeros_are_in_the_memory_of_the_parameter():
     p = {'w': jax.device_put(jnp.ones(3), host), 'b': jnp.ones(4)}
     assert ZEROS(p)['w'].sharding.memory_kind == 'pinned_host'
     assert ZEROS({**p, 'w': jnp.ones(3)})['w'].sharding.memory_kind == 'device'
-
-
-def test_other_derivatives_are_those_of_the_part():
-    """Two lines of the FAQ, bit for bit what a split by hand gives."""
-    part, rest = sg.partition(V, ['a', 'n'])
-    live = {name: V[name] for name in 'an'}
-
-    def of_part(part):
-        return vector(sg.combine(part, rest))
-
-    def by_hand(live):
-        return vector({**V, **live})
-
-    for derivative in jax.jacrev, jax.jacfwd, jax.hessian:
-        found = jax.jit(derivative(of_part))(part)
-        expected = jax.jit(derivative(by_hand))(live)
-        oracle.assert_same(*map(jax.tree.leaves, (found, expected)))
-        assert found['u']['b'] is sg.ABSENT
-    push, push_by_hand = (
-        jax.linearize(of_part, part)[1],
-        jax.linearize(by_hand, live)[1],
-    )
-    oracle.assert_same(push(part), push_by_hand(live))
-    forward = jax.jvp(of_part, (part,), (part,))
-    oracle.assert_same(forward, jax.jvp(by_hand, (live,), (live,)))

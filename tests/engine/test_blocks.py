@@ -664,20 +664,6 @@ def test_the_callers_variables_are_never_touched():
     oracle.assert_same(gradient['w'], PARTS['w'])
 
 
-def test_rule_1_a_read_of_one_variable_looks_at_that_one():
-    """Rewriting where collections are fetched costs the owner's whole tree per read."""
-    asked = []
-
-    def body(module, x):
-        kids = [Kid(name=f'kid_{i}') for i in range(30)]
-        with nn.stop_gradient(lambda path: asked.append(str(path)) or True):
-            return kids[7](x)
-
-    params = {f'kid_{i}': PARTS for i in range(30)}
-    jax.grad(lambda p: jnp.sum(Do(body).apply({'params': p}, X)))(params)
-    assert sorted(asked) == ['kid_7/b', 'kid_7/w']
-
-
 def test_rule_2_reading_the_tree_does_not_stop_a_child_of_a_child_for_good():
     """Flax fills the parents' caches when a child's collection is looked up."""
 
@@ -968,48 +954,6 @@ def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
         ones = jax.tree.map(jnp.zeros_like, out)
         ones[1]['params'] = {'kid': PARTS}
         oracle.assert_same(pull_back(ones)[0], PARTS)
-
-
-@pytest.mark.usefixtures('leaks')
-def test_a_module_bound_in_a_compiled_function():
-    with nn.stop_gradient('bias'):
-        grads = jax.jit(jax.grad(lambda p: jnp.sum(DENSE.bind({'params': p})(ROWS))))(
-            OF_DENSE
-        )
-    assert oracle.is_zero(grads['bias'])
-    assert not oracle.is_zero(grads['kernel'])
-
-
-def test_modules_open_blocks_in_each_other():
-    # Each of them sees its own parameters by its own names.
-    class Inner(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('kernel'):
-                kernel = self.param('kernel', fnn.initializers.ones, (3, 3))
-                bias = self.param('bias', fnn.initializers.ones, (1, 3))
-                return x @ kernel + bias
-
-    class Outer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('one/bias'):
-                x = Inner(name='two')(Inner(name='one')(x))
-            return x * self.param('kernel', fnn.initializers.ones, (1, 3))
-
-    params = oracle.init(Outer(), jax.random.key(0), ROWS)['params']
-    stopped = {'one/kernel', 'one/bias', 'two/kernel'}
-
-    def by_hand(params):
-        p = oracle.stopped(params, lambda path: path in stopped)
-        x = ROWS
-        for name in ('one', 'two'):
-            x = x @ p[name]['kernel'] + p[name]['bias']
-        return x * p['kernel']
-
-    oracle.assert_same_grads(
-        lambda p: Outer().apply({'params': p}, ROWS), by_hand, params
-    )
 
 
 def test_a_block_opened_by_another_task_while_one_is_open():

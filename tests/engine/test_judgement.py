@@ -455,23 +455,6 @@ def test_a_program_that_another_thread_traced_meanwhile_under_the_same_number():
         assert oracle.is_zero(grads.result()['params']['kernel'])
 
 
-@pytest.mark.parametrize('make', [nn.stop_gradient, lambda w: nn.scale_gradient(w, 2)])
-def test_a_block_behind_the_read_asks_whether_it_was_before(make):
-    class Behind(Two):
-        def __call__(self, x):
-            h = self.a(x)
-            with make('a/**'):
-                return self.b(h)
-
-    with pytest.warns(errors.NothingStoppedWarning) as caught:
-        jax.jit(Behind().apply)(VARIABLES, X)
-    [text] = [str(warning.message) for warning in caught]
-    assert 'nothing that was read in it. Was it read before the block?\n' in text
-    # Another rule stops no value.
-    is_stop = make is nn.stop_gradient
-    assert ('jax.lax.stop_gradient(h)' in text) is is_stop
-
-
 LISTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     'globs': (['a/**', 'b/**'], ('b',)),
     'one of them in part': (['a/kernel', 'b/kernel'], ('b/kernel',)),

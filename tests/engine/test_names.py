@@ -452,7 +452,7 @@ def test_names_in_any_order_of_models_filters_and_programs(seed):
     """A wrong name is told at the latest when its program is traced."""
     forget_contexts()
     draw, told = random.Random(seed), set[Any]()
-    for _ in range(45):
+    for _ in range(30):
         model, name = draw.choice(sorted(MODELS)), draw.choice(NAMES)
         kind, run = draw.choice(sorted(FILTERS)), draw.choice(sorted(RUNS))
         form, given = draw.choice(sorted(FORMS_OF_BLOCKS)), draw.choice(sorted(GIVEN))

@@ -22,6 +22,7 @@ import pytest
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import backward, oracle, stepwise
+from tests.helpers.turns import in_turn
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 Extent = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -425,8 +426,11 @@ def test_what_is_written_in_the_body_of_a_scan_is_mapped_in_each_step():
         assert_same_both(lambda x, c, apply=apply: apply(x, c)[0], by_hand, X, ROW['w'])
 
 
-@pytest.mark.parametrize('lift', [lambda cls: cls, fnn.remat, fnn.jit])
-@pytest.mark.parametrize('name', sorted(OF_EXAMPLES.keys() - {'global_norm'}))
+ALONE = [name for name in OF_EXAMPLES if name != 'global_norm']
+LIFTS = {'none': lambda cls: cls, 'remat': fnn.remat, 'jit': fnn.jit}
+
+
+@pytest.mark.parametrize(('name', 'lift'), in_turn(ALONE, LIFTS))
 def test_a_rule_with_a_number_of_each_example(name, lift):
     """JAX traces the identity once for a body, and batches its rule later."""
     rule, hand = OF_EXAMPLES[name]
@@ -444,7 +448,7 @@ def test_a_rule_with_a_number_of_each_example(name, lift):
 
     def loss(params: Any) -> Any:
         params = {'example': {'Dense_0': params}}
-        return jnp.sum(lift(Batch)().apply({'params': params}, xs) ** 2)
+        return jnp.sum(LIFTS[lift](Batch)().apply({'params': params}, xs) ** 2)
 
     xs = jnp.linspace(-0.5, 1.0, 24).reshape(4, 2, 3)
     params = oracle.init(DENSE, jax.random.key(0), xs)['params']

@@ -110,10 +110,6 @@ CASES: dict[str, Any] = {
         lambda: of_type(fnn.Dense(2), *OF),
         lambda: of_type(fnn.Dense, *OF),
     ),
-    'a list of classes': (
-        lambda: of_type([fnn.Dense], *OF),
-        lambda: of_type((fnn.Dense,), *OF),
-    ),
     'variables in place of a model': (
         lambda: of_type(fnn.Dense, {'params': PARAMS}),
         lambda: of_type(fnn.Dense, *OF),

@@ -85,12 +85,6 @@ CASES: dict[str, Any] = {
     'a view that stops what is trained': lambda: nnx.stop_gradient(
         model, sg.live(loss, model)
     ),
-    'a view that trains what is frozen': lambda: nnx.train_only(
-        model, ~sg.live(loss, model)
-    ),
-    'a gradient of what is frozen': lambda: nnx.DiffState(
-        0, ['head/**', ~sg.live(loss, model)]
-    ),
     'a name of linen': lambda: nnx.Frozen,
     'a name that there is not': lambda: nnx.Linaer,
     'a kind that no Variable has': (
@@ -136,13 +130,9 @@ CASES: dict[str, Any] = {
         lambda: nnx.stop_gradient(STATE, 'kernel'),
         'nnx.stop_gradient(model, where)',
     ),
-    'the filter first': (lambda: nnx.where(NAME, model), 'nnx.where(model, where)'),
     'rows for an optimizer': (
         lambda: nnx.Optimizer(model, tx, wrt=live),
         'nnx.Optimizer(model, sg.freeze(tx, ~live), wrt=nnx.Param)',
-    ),
-    'some leaves of a Variable': lambda: nnx.where(
-        SEVERAL, sg.arrays(lambda a: a.ndim > 1)
     ),
     'some leaves of a Variable, where Flax asks': lambda: nnx.state(
         SEVERAL, sg.arrays(lambda a: a.ndim > 1)
@@ -151,9 +141,6 @@ CASES: dict[str, Any] = {
     'a name in place of values': lambda: nnx.substitute(model, NAME),
     'a tree without values': lambda: nnx.substitute(model, {'layer': {}}),
     'a filter of another model': lambda: nnx.state([model], nnx.where(model, 'kernel')),
-    'what is trained, to a freeze': lambda: sg.freeze(
-        optax.sgd(1.0), nnx.where(model, 'kernel')
-    ),
     'a copy of a module': (lambda: sg.stop_gradient(model, 'kernel'), stopped_state),
     'a block of linen around a model of NNX': (
         lambda: in_a_block_of_linen('ker*el'),

@@ -164,15 +164,10 @@ CASES: dict[str, Any] = {
         lambda: sg.paths(fnn.Dense(2), 'ker*'),
         lambda: sg.paths(fnn.Dense(2), jnp.ones(2), where='ker*'),
     ),
-    'a filter in a table of modules': (
-        lambda: sg.tabulate(fnn.Dense(2), jnp.ones(2), where=sg.where('ker*')),
-        lambda: sg.paths(fnn.Dense(2), jnp.ones(2), where=sg.where('ker*')),
-    ),
     'a model of linen without inputs': (
         lambda: sg.paths(fnn.Dense(2)),
         lambda: sg.paths(fnn.Dense(2), jnp.ones(2)),
     ),
-    'the value of a loss': lambda: sg.live(jnp.ones(2), {'w': 1.0}),
     'a part that there is not': lambda: in_block(np.s_[5:]),
     'a part of a leaf': lambda: sg.labels(PARAMS, {'slow': sg.at('body', np.s_[:2])}),
     'output': lambda: sg.gradient_flow(returns_nothing, PARAMS),

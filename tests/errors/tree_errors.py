@@ -92,9 +92,6 @@ CASES: dict[str, Any] = {
     'pruned updates for a function of optax': lambda: optax.apply_updates(
         PARAMS, sg.grad(product, wrt='head/w')(PARAMS)
     ),
-    'the state of what is frozen in a plain optimizer': lambda: adam.update(
-        VECTORS, frozen.init(VECTORS), VECTORS
-    ),
     'the state of another selection': lambda: state_of('body/w'),
     'a state of all parameters, as a traced condition needs it': lambda: frozen.update(
         VECTORS, adam.init(VECTORS), VECTORS
@@ -112,10 +109,8 @@ CASES: dict[str, Any] = {
     ),
     'a hole in place of a state': lambda: sg.adopt(adam, PARAMS, None),
     'an argument that there is not': lambda: sg.grad(product, argnums=1)(PARAMS),
-    'no argument': lambda: sg.live(product, PARAMS, argnums=None),
     'outputs without others': lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
     'a keyword of other libraries': lambda: sg.grad(product, of=nn.Dense(1)),
-    'a keyword of jax.grad': lambda: sg.value_and_grad(product, allow_int=True),
     'a filter in the place of argnums': lambda: sg.grad(product, HEADS)(PARAMS),
     'nothing to differentiate': lambda: sg.grad(product, wrt=False),
     'one filter for what is trained and what is frozen': (
@@ -138,28 +133,14 @@ CASES: dict[str, Any] = {
         lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=adam.init(VECTORS)),
         lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=[adam]),
     ),
-    'two transformations for one state': lambda: sg.adopt(
-        adam, VECTORS, adam.init(VECTORS), old=[adam, adam]
-    ),
     'rows of a state that nobody names': lambda: sg.adopt(
         sg.freeze(adam, sg.at('b', 1)),
         VECTORS,
         sg.freeze(adam, sg.at('b', 0)).init(VECTORS),
     ),
-    'elements of a state by a mask that is traced': lambda: jax.jit(
-        lambda mask: sg.adopt(
-            sg.freeze(adam, {'a': False, 'b': mask}),
-            VECTORS,
-            adam.init(VECTORS),
-            old=adam,
-        )
-    )(np.array([True, False])),
     'a line search over all parameters': (
         lambda: frozen.update(VECTORS, frozen.init(VECTORS), VECTORS, value_fn=dot),
         'sg.partition(params, ~sg.where(where))',
-    ),
-    'a line search that is given values': lambda: frozen.update(
-        VECTORS, frozen.init(VECTORS), VECTORS, value=1.0, grad=1.0, value_fn=dot
     ),
     'a gradient of what is no parameter': lambda: gradients(
         {**PARAMS, 'tail': {'w': 1.0}}
@@ -181,14 +162,10 @@ CASES: dict[str, Any] = {
     'a filter in place of a tree': lambda: sg.partition('head/w', PARAMS),
     'an integer in too few bits': lambda: cast(sg.NonDifferentiable(1001)).value,
     'bools and globs': lambda: sg.partition(PARAMS, [True, 'head/w']),
-    'a condition beside a glob': (
-        lambda: sg.where('head/w', jnp.array(True)),
-        lambda: sg.where('head/w') & jnp.array(True),
-    ),
     'fields in a list': lambda: sg.trainable(LIST),
     'overlapping parts': lambda: sg.combine({'a': {'w': 3.0}}, {'a': {'w': 1.0}}),
-    'parts of two trees': lambda: sg.combine({'a': {'w': 3.0}}, {'a': {'v': 1.0}}),
     'parts of two kinds': lambda: sg.combine([1.0], (sg.ABSENT,)),
+    'parts of two trees': lambda: sg.combine({'a': {'w': 3.0}}, {'a': {'v': 1.0}}),
     'a leaf with two labels': lambda: sg.partition_n(
         {'gln': 1.0}, {'gln': 'gln', 'all': True}
     ),

@@ -114,17 +114,6 @@ def around_scan() -> None:
         jax.eval_shape(lambda: model.apply(variables, jnp.float32(0), None))
 
 
-class ReadsLater(fnn.Module):
-    """Keeps what reads its parameters later."""
-
-    def setup(self):
-        self.box = self.variable('params', 'b', lambda: jnp.ones(()))
-        self.fn = lambda x: self.box.value * x
-
-    def use(self, x):
-        return self.fn(x) * self.box.value
-
-
 OUT = {'kernel': X[:, :1], 'bias': X[0, :1]}
 
 
@@ -146,10 +135,6 @@ def shared(values: Any) -> Any:
 
     params = {'embed': {'embedding': X}, 'uses': {'out': OUT}}
     return Parent().apply({'params': params}, X)
-
-
-def reads_later() -> Any:
-    return nn.Frozen(ReadsLater()).bind({'params': {'b': jnp.ones(())}})
 
 
 class Renames(fnn.Module):
@@ -216,10 +201,6 @@ CASES: dict[str, Any] = {
         StartsItself()
     ).apply(VARIABLES, X),
     'a stop that scans keep': in_scan,
-    'a function of a wrapped module': (
-        lambda: reads_later().fn,
-        lambda: reads_later().use(1.0),
-    ),
     'a function around a scan': around_scan,
     'wrapped class': lambda: nn.Frozen(fnn.Dense),
     'wrapped None': lambda: nn.mirror(None),

@@ -4,7 +4,6 @@ import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax.core.meta import Partitioned
 
@@ -108,31 +107,6 @@ def test_functions_of_one_code_that_differ_for_another_shape_alone():
         ):
             found = [step(p)['kernel'] for step, p in zip(steps, params, strict=True)]
         assert [oracle.is_zero(g) for g in found] == [True, most == 30]
-
-
-@pytest.mark.parametrize(
-    'reads',
-    [
-        lambda w: w.ndim < 2,
-        lambda w: w.shape[0] > 2,
-        lambda w: w.dtype == jnp.float32,
-        lambda w: w.size > 2,
-        lambda w: len(w.shape) > 1,
-        lambda path, w: w.ndim < 2,
-    ],
-)
-def test_a_predicate_of_an_array_is_told_of_arrays(reads):
-    """As optax and equinox take it."""
-    params = {'dense': {'kernel': jnp.ones((2, 3)), 'bias': jnp.ones(3)}}
-    calls = (
-        lambda: sg.mask(params, trained=reads),
-        lambda: sg.grad(lambda params: 0.0, wrt=reads)(params),
-        lambda: sg.freeze(optax.sgd(0.1), reads).init(params),
-    )
-    for call in calls:
-        with pytest.raises(sg.errors.FilterTypeError) as raised:
-            call()
-        assert 'sg.arrays(lambda a: a.ndim < 2)' in str(raised.value)
 
 
 def test_another_attribute_that_is_missing_is_the_error_of_python():

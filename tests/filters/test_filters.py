@@ -14,7 +14,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -624,20 +623,3 @@ def test_a_collection_is_named_in_a_tree_of_several():
 
 
 TREE = {'a': 1.0, 'b': 2.0}
-
-
-@pytest.mark.parametrize(
-    'call',
-    [
-        lambda: sg.stop_gradient(TREE, 'a', 'b'),
-        lambda: sg.partition(TREE, 'a', 'b'),
-        lambda: sg.freeze(optax.sgd(0.1), 'a', 'b'),
-        lambda: linen.scale_gradient('a', 'b', 0.5),
-        lambda: linen.print_cotangent('a', 'b', 'c'),
-        lambda: linen.train_only(nn.Dense, 'a', 'b'),
-    ],
-)
-def test_several_filters_are_one_argument(call):
-    """Never a filter of which the second half is ignored."""
-    with pytest.raises(TypeError, match=r'positional arg|decorates a'):
-        call()

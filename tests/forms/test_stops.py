@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.core
 import flax.linen as fnn
 import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_sg import core, errors, filters
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from flax_sg.forms.block_decorator import BlockDecorator
 from tests.helpers import oracle
@@ -88,7 +87,7 @@ def test_options(make):
 
 
 def of_block(where: Any) -> Any:
-    with nn.stop_gradient(where):  # opened: block, jit
+    with nn.stop_gradient(where):  # opened: block
         return MODEL.apply(VARIABLES, X)
 
 
@@ -100,26 +99,12 @@ class Opens(Model):
             return super().__call__(x)
 
 
-def of_scopes(where: Any) -> Any:
-    lifted = core.stop_gradient(lambda s: s.get_variable('params', 'enc'), where)
-    return flax.core.apply(lifted)(VARIABLES)  # opened: scopes
-
-
-def of_class(where: Any) -> Any:
-    model = nn.stop_gradient(Model, where)()
-    return model.apply(VARIABLES, X)  # opened: class
-
-
 ORIGINS: dict[str, Callable[[Any], Any]] = {
     'block': of_block,
-    'jit': lambda where: jax.jit(lambda: of_block(where))(),
     'method': lambda where: Opens(where).apply(VARIABLES, X),
     'init': lambda where: Opens(where).init(jax.random.key(0), X),
-    'scopes': of_scopes,
-    'class': of_class,
     'fn': lambda w: nn.stop_gradient(MODEL.apply, w)(VARIABLES, X),  # opened: fn
     'module': lambda w: nn.Frozen(MODEL, w).apply(VARIABLES, X),  # opened: module
-    'no model': lambda w: nn.stop_gradient(jnp.sin, w)(X),  # opened: no model
 }
 LINES = {
     name: number

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
 
 Tree = Any
 KEYS = jax.random.split(jax.random.key(7), 3)
@@ -59,33 +58,6 @@ def entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 X, LABELS = normal(0, 6, 8), jnp.arange(6) % 3
 IDS = jax.random.randint(jax.random.key(1), (6, 5), 0, 11)
-
-
-def clip_adapter() -> Situation:
-    """An adapter on frozen image features, and prompts of three classes."""
-    prompts = jnp.arange(15).reshape(3, 5) % 11
-    params = {
-        'image': layers(1, 8, 8, 4),
-        'embed': normal(2, 11, 8),
-        'text': layers(3, 8, 8, 4),
-        'adapter': normal(4, 4, 4),
-    }
-
-    def classes(params: Tree) -> jax.Array:
-        return tower(params['text'], params['embed'][prompts].mean(1))
-
-    def late(params: Tree, features: Tree) -> jax.Array:
-        image, text, labels = features
-        image = 0.8 * image + 0.2 * jax.nn.relu(image @ params['adapter'])
-        return entropy(10 * image @ text.T, labels)
-
-    def early(params: Tree, x: jax.Array, labels: jax.Array) -> Tree:
-        return tower(params['image'], x), classes(params), labels
-
-    def loss(params: Tree, x: jax.Array, labels: jax.Array) -> jax.Array:
-        return late(params, early(params, x, labels))
-
-    return Situation(loss, params, (X, LABELS), 'adapter', early, late)
 
 
 def data_of_a_closure() -> Situation:
@@ -159,57 +131,6 @@ def relative_positions() -> Situation:
     return Situation(loss, params, (x,), 'query', early, late)
 
 
-def distillation() -> Situation:
-    """What a teacher says is stored; the student sees noisy data."""
-    params = {'teacher': layers(1, 8, 16, 3), 'student': layers(2, 8, 4, 3)}
-
-    def early(params: Tree, x: jax.Array) -> Tree:
-        return x, jax.nn.softmax(tower(params['teacher'], x))
-
-    def late(params: Tree, features: Tree, key: jax.Array) -> jax.Array:
-        x, wanted = features
-        x = x + 0.1 * jax.random.normal(key, x.shape)
-        scores = jax.nn.log_softmax(tower(params['student'], x))
-        return -jnp.mean(jnp.sum(wanted * scores, -1))
-
-    def loss(params: Tree, x: jax.Array, key: jax.Array) -> jax.Array:
-        return late(params, early(params, x), key)
-
-    each = [(key,) for key in KEYS]
-    return Situation(loss, params, (X,), 'student/*', early, late, each)
-
-
-def wav2vec2() -> Situation:
-    """Frozen convolutions over sound; times are masked at each step."""
-    params = {
-        'convolutions': [normal(1, 3, 1, 4), normal(2, 3, 4, 8)],
-        'mask': normal(3, 8),
-        'context': layers(4, 8, 8, 8),
-    }
-    sound = normal(5, 3, 32, 1)
-
-    def early(params: Tree, sound: jax.Array) -> jax.Array:
-        for kernel in params['convolutions']:
-            dims = ('NTC', 'TIO', 'NTC')
-            sound = lax.conv_general_dilated(
-                sound, kernel, (2,), 'SAME', dimension_numbers=dims
-            )
-            sound = jax.nn.gelu(sound)
-        return sound
-
-    def late(params: Tree, features: jax.Array, key: jax.Array) -> jax.Array:
-        is_masked = jax.random.bernoulli(key, 0.3, (*features.shape[:2], 1))
-        seen = jnp.where(is_masked, params['mask'][None, None], features)
-        said = tower(params['context'], seen)
-        return jnp.mean(jnp.where(is_masked, said - features, 0.0) ** 2)
-
-    def loss(params: Tree, sound: jax.Array, key: jax.Array) -> jax.Array:
-        return late(params, early(params, sound), key)
-
-    each, wrt = [(key,) for key in KEYS], ['mask', 'context/*']
-    return Situation(loss, params, (sound,), wrt, early, late, each)
-
-
 def maskgit() -> Situation:
     """Tokens of a frozen tokenizer, of which some are masked at each step."""
     params = {
@@ -234,39 +155,6 @@ def maskgit() -> Situation:
 
     each = [(key,) for key in KEYS]
     return Situation(loss, params, (x,), ['tokens', 'head'], early, late, each)
-
-
-def actor_and_critic() -> Situation:
-    """Both call the frozen torso on the same observations."""
-    params = {
-        'torso': layers(1, 8, 8, 8),
-        'actor': normal(2, 8, 3),
-        'critic': normal(3, 8, 1),
-    }
-
-    def torso(params: Tree, x: jax.Array) -> jax.Array:
-        return jax.nn.relu(tower(params['torso'], x))
-
-    def loss(params: Tree, x: jax.Array, actions: jax.Array) -> jax.Array:
-        policy = jax.nn.log_softmax(torso(params, x) @ params['actor'])
-        value = (torso(params, x) @ params['critic'])[:, 0]
-        gain = (value - value.mean()) / (value.std() + 1e-6)
-        return entropy(policy, actions) + jnp.mean(gain**2 + value)
-
-    def late(params: Tree, features: Tree) -> jax.Array:
-        h, actions = features
-        policy, value = (
-            jax.nn.log_softmax(h @ params['actor']),
-            (h @ params['critic'])[:, 0],
-        )
-        gain = (value - value.mean()) / (value.std() + 1e-6)
-        return entropy(policy, actions) + jnp.mean(gain**2 + value)
-
-    def early(params: Tree, x: jax.Array, actions: jax.Array) -> Tree:
-        return torso(params, x), actions
-
-    wrt = ['actor', 'critic']
-    return Situation(loss, params, (X, LABELS), wrt, early, late)
 
 
 def distil_whisper() -> Situation:
@@ -322,8 +210,8 @@ def ridge_regression() -> Situation:
 
 
 SITUATIONS = [
-    *(clip_adapter, data_of_a_closure, empty_prompt, relative_positions, distillation),
-    *(wav2vec2, maskgit, actor_and_critic, distil_whisper, ridge_regression),
+    *(data_of_a_closure, empty_prompt, relative_positions),
+    *(maskgit, distil_whisper, ridge_regression),
 ]
 
 

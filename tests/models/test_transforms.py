@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
 from tests.helpers.described.language import EVERYTHING, Block, Where
@@ -27,7 +26,7 @@ from tests.helpers.described.uses import (
     staged,
 )
 from tests.helpers.lifts import DERIVATIVES, LIFTS
-from tests.helpers.oracle import assert_same, is_zero, stopped
+from tests.helpers.oracle import assert_same, stopped
 
 
 class Once(nn.Module):
@@ -222,26 +221,3 @@ def test_in_a_lifted_class(lift):
     kernels = run(called, lambda: nn.stop_gradient('**/kernel'))
     is_kernel = lambda path: path.endswith('kernel')  # noqa: E731
     assert_same(kernels, run(called, selects=is_kernel))
-
-
-# A filter sees the names outside of nn.map_variables.
-
-
-def renamed_kernel_is_stopped(where: Any) -> bool:
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            part = renames(Once)(name='part')
-            with nn.stop_gradient(where):
-                return jnp.sum(part(x))
-
-    variables = {'params': renamed('kernel', 'core')(PART)}
-    grad = jax.grad(Model().apply)(variables, X)['params']['part']['layer']
-    assert not is_zero(grad['bias'])
-    return is_zero(grad['core'])
-
-
-def test_a_filter_takes_names_outside_of_map_variables():
-    assert renamed_kernel_is_stopped('part/*/core')
-    with pytest.raises(errors.UnusedFilterError):
-        renamed_kernel_is_stopped('part/*/kernel')

@@ -317,18 +317,3 @@ def test_a_new_parameter_is_an_error():
     with pytest.raises(errors.UnknownNameError, match="no 'adapter'"):
         nnx.state(model, head)
     assert zeros(lambda m: nnx.stop_gradient(m, 'adapter').adapter.sum(), model)
-
-
-@pytest.mark.parametrize('name', ['Adapter', 'Cache'])
-def test_errors_name_the_call_and_a_kind_of_the_user_by_its_own_name(name):
-    """One that flax.nnx does not have, or another one of the same name."""
-    kind = type(name, (nnx.Param,), {})
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    for call in nnx.train_only, nnx.stop_gradient:
-        with pytest.raises(errors.UnusedFilterError) as raised:
-            call(model, '**/kernle')
-        assert str(raised.value).startswith(f'nnx.{call.__name__}: Glob(')
-        with pytest.raises(errors.UnusedFilterError) as raised:
-            call(model, True, kind=kind)
-        start = f'nnx.{call.__name__}(kind={name}): the kind matches nothing'
-        assert str(raised.value).startswith(start)

@@ -134,19 +134,6 @@ def test_an_array_of_all_parameters_begins_anew():
     oracle.assert_same(sg.adopt(old, PARAMS, state, old=old), state)
 
 
-def test_one_array_for_all_parameters_is_that_of_one_selection():
-    # The states of both selections have one shape: carried, they would be swapped.
-    tx = optax.flatten(optax.sgd(1.0, momentum=0.9))
-    first, found = sg.freeze(tx, 'a'), {}
-    state = jax.tree.map(jnp.ones_like, first.init(PARAMS))
-    for new in sg.freeze(tx, 'b'), sg.freeze(tx, ['b', 'c']), tx, first:
-        for old in None, first:
-            adopted = sg.adopt(new, PARAMS, state, old=old, report=found.update)
-            known = old is new is first
-            oracle.assert_same(adopted, state if known else new.init(PARAMS))
-            assert found['carried' if known else 'fresh'] == ['0/trace']
-
-
 def test_holes_of_a_restored_state_have_no_state(tmp_path):
     tx = sg.freeze(ADAM, 'a')
     params, state = trained(tx, tx.init(PARAMS), 2)

@@ -456,19 +456,6 @@ def quadratic(p: Any) -> Any:
 PAIR = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, -1.0])}
 
 
-def test_an_option_that_means_nothing():
-    for call in (
-        lambda: sg.freeze(optax.sgd(0.1), unused='typo'),
-        lambda: sg.mask(PAIR, trained='a', unused='typo'),
-        lambda: sg.mask(PAIR, trained=sg.DECLARED, unused='typo'),
-        lambda: sg.labels(PAIR, {'a': True}, unused='typo'),
-        lambda: sg.grad(quadratic, unused='typo'),
-        lambda: sg.vjp(quadratic, PAIR, unused='typo'),
-    ):
-        with pytest.raises(errors.ArgumentValueError, match="unused='typo'"):
-            call()
-
-
 def test_a_large_frozen_part_is_no_constant_of_the_program():
     """JAX warns of two gigabytes that are captured; here a warning is an error."""
     large = jax.ShapeDtypeStruct((1024, 1024, 1024), np.float32)

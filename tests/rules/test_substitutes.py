@@ -23,7 +23,6 @@ from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.testing import optimized_hlo
 from tests.helpers import oracle, stepwise
 from tests.helpers.oracle import assert_same, assert_same_function
-from tests.helpers.turns import in_turn
 
 X = jnp.array([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]])
 KEY = jax.random.key(0)
@@ -78,76 +77,12 @@ def merged(tree: Any, part: Any) -> Any:
 
 
 # What is read, as an argument of ``substitute`` and by hand.
-SOURCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    'tree': (lambda model, others: others, lambda params, others: others),
-    'part': (
-        lambda model, others: some(others),
-        lambda params, others: merged(params, some(others)),
-    ),
-    'collection': (lambda model, others: 'ema', lambda params, others: others),
-    'module': (lambda model, others: model.teacher, lambda params, others: others),
-    'function': (lambda model, others: warped, lambda params, others: mapped(params)),
-}
 
 
 # The blocks: each calls the student under the values.
 
 
-def _block(model, values, x):
-    with nn.substitute(values if _nameless(values) else {'student': values}):
-        return model.student(x)
-
-
-def _nameless(values):
-    return (
-        callable(values) and not isinstance(values, linen.Module)
-    ) or values == 'ema'
-
-
-def _wrapper(model, values, x):
-    return nn.substitute(values)(model.student)(x)
-
-
-def _view(model, values, x):
-    if isinstance(values, dict):
-        return nn.substitute(values)(nn.mirror(model.student, False))(x)
-    return nn.mirror(model.student, False, variables=values)(x)
-
-
-EXTENTS = {fn.__name__.strip('_'): fn for fn in (_block, _wrapper, _view)}
-
-
-class Model(linen.Module):
-    extent: Callable[..., Any]
-    source: str
-
-    def setup(self):
-        self.student, self.teacher = Layer(), Layer()
-
-    def __call__(self, x, others=None):
-        values = SOURCES[self.source][0](self, others)
-        before = self.student(x)
-        inside = self.extent(self, values, x)
-        return before, inside, self.student(x), self.teacher(x)
-
-
 # Of the other blocks see test_rewrites.py.
-@pytest.mark.parametrize(('source', 'extent'), in_turn(SOURCES, EXTENTS, times=2))
-def test_every_source_at_every_extent(extent, source) -> None:
-    model = Model(EXTENTS[extent], source)
-
-    def fn(params: Any, others: Any, x: Any) -> Any:
-        variables = {
-            'params': {'student': params, 'teacher': others},
-            'ema': {'student': others},
-        }
-        return model.apply(variables, x, others)
-
-    def by_hand(params: Any, others: Any, x: Any) -> Any:
-        read = SOURCES[source][1](params, others)
-        return run(params, x), run(read, x), run(params, x), run(others, x)
-
-    assert_same_function(fn, by_hand, PARAMS, OTHERS, X)
 
 
 # Transforms: what runs in the extent is lifted, or the extent is.
@@ -352,19 +287,6 @@ def test_a_state_is_computed_from_what_is_read() -> None:
     stats = variables['batch_stats']['norm']
     stats = {'norm': {**stats, 'mean': jnp.ones(3)}}
     assert_same(written, apply({**variables, 'batch_stats': stats}, ['batch_stats'])[1])
-
-
-def test_initialization_is_that_of_the_model() -> None:
-    model = Model(_block, 'tree')
-    expected = Model(lambda model, values, x: model.student(x), 'tree')
-    wrong = {'w': jnp.zeros(7)}  # Nobody looks at it.
-    for extent in EXTENTS.values():
-        model = Model(extent, 'tree')
-        assert_same(model.init(KEY, X, OTHERS), expected.init(KEY, X, OTHERS))
-        assert_same(model.init(KEY, X, wrong), expected.init(KEY, X, OTHERS))
-    for source in ('collection', 'module', 'function'):
-        model = Model(_block, source)
-        assert_same(model.init(KEY, X), expected.init(KEY, X, OTHERS))
 
 
 def test_boxes_and_several_leaves() -> None:

@@ -490,25 +490,3 @@ def test_a_table_of_an_nnx_model_has_its_classes():
         ('layers', 'List'),
         ('layers/0', 'Linear'),
     ]
-
-
-def test_long_paths_take_80_columns() -> None:
-    """A deep model and a deep path: ``sg.paths`` and ``sg.tabulate``."""
-
-    class Deep(nn.Module):
-        depth: int
-
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            if self.depth:
-                return Deep(self.depth - 1, name=f'a_long_name_of_level_{self.depth}')(
-                    x
-                )
-            return nn.Dense(2, name='a_dense_layer_below_all_of_them')(x)
-
-    for shown in (
-        sg.paths(Deep(5), jnp.ones((1, 2))),
-        sg.tabulate(Deep(5), jnp.ones((1, 2))),
-    ):
-        assert max(map(len, str(shown).splitlines())) <= 80
-        assert 'a_dense_layer_below_all_of_them' in str(shown)

@@ -13,7 +13,6 @@ import flax_sg as sg
 from flax_sg import nnx as sg_nnx
 from flax_sg import testing
 from flax_sg.filters import as_filter
-from flax_sg.trees import nnx_paths
 from flax_sg.trees.leaves import Leaves
 from flax_sg.trees.nnx_tied import each_once
 from tests.helpers import oracle
@@ -326,25 +325,6 @@ def test_more_paths_than_a_filter_is_asked_for():
     first = '/'.join(['one'] * 40)
     assert [one.path for one in sg.paths(model)] == [f'{first}/bias', f'{first}/kernel']
     assert not any(sg.testing.moves(model, nnx.clone(model)).moved)
-
-
-def test_a_leaf_is_found_without_a_look_at_all_the_others():
-    class Rows(list):
-        def __iter__(self):
-            nonlocal looked
-            looked += 1
-            return super().__iter__()
-
-    looked, count = 0, 50
-    rows = Rows([(('layers', n), n + 1) for n in range(count)] + [(('w',), 99)])
-    inside = nnx_paths.Ways(0, {0: rows}, nnx_paths.path_at)
-    looked = 0
-    for n in range(count):
-        assert inside.at(('layers', str(n))) == inside.at(('layers', str(n), 'value'))
-        assert inside.at(('layers', str(n))) == n + 1
-    assert inside.at(('w',)) == 99
-    assert inside.at(('v',)) is inside.at(('layers',)) is None
-    assert looked <= 1
 
 
 # Modules that JAX does not know

@@ -114,16 +114,3 @@ def test_a_declaration_survives_a_decorator_that_makes_the_class_anew():
         mean: Any
 
     assert sg.mask(Anew(1.0, 2.0), trained=sg.DECLARED) == Anew(True, False)
-
-
-def test_leaves_are_asked_once_for_many_names(monkeypatch):
-    tree, asked = {f'p{n}': 1.0 for n in range(50)}, list[Any]()
-    is_differentiable = trainable.is_differentiable
-
-    def note(leaf):
-        asked.append(leaf)
-        return is_differentiable(leaf)
-
-    monkeypatch.setattr(trainable, 'is_differentiable', note)
-    assert all(sg.mask(tree, trained=list(tree)).values())
-    assert len(asked) <= 3 * len(tree)
