@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
 
 from flax_sg import errors
 from flax_sg.ahead.costs import bytes_of, flops_of, has_while, is_cheap
@@ -12,6 +16,7 @@ from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
 from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Trace
 from flax_sg.internals import jaxprs
+from flax_sg.internals.types import Aval
 from flax_sg.programs import primitives
 from flax_sg.programs.steps import made_by, makers_of, numbers_in
 from flax_sg.rendering import text
@@ -76,9 +81,11 @@ class Report:
         yield from map(str, self._obstacles[:_SHOWN])
         if len(self._obstacles) > _SHOWN:
             yield f'So are {len(self._obstacles) - _SHOWN} others.'
+        reasons = (row.reason for row in self._obstacles)
         yield from dict.fromkeys(
-            _without_dropout(row) for row in self._obstacles if row.is_dropout
+            _ADVICE[x.kind].format(x.name) for x in reasons if x.kind in _ADVICE
         )
+        yield self._of_no_example()
         said = 'is written by the function. What is computed once reads the value that'
         written = [f'{name} {said} early gets.' for name in self._written()]
         yield from written
@@ -151,14 +158,15 @@ class Report:
         mixed = self._batch.mixed if self._batch else {}
         roots = {number: Root(str(op), 'mix') for number, op in mixed.items()}
         written = {slot for write in self._trace.writes for slot in write.slots}
+        own = self._trace.own
         for name, argument in self._trace.arguments.items():
             for path, slots in zip(argument.paths, argument.slots, strict=True):
-                is_own = name in self._trace.own
-                kind = 'parameter' if is_own else 'argument'
-                root = Root((is_own and path) or argument.title, kind, path)
-                roots.update(dict.fromkeys(slots, root))
-                state = Root(path, 'written', path)
-                roots.update(dict.fromkeys(written & {*slots}, state))
+                root = Root((name in own and path) or argument.title, 'argument')
+                for slot in slots:
+                    kind = 'key' if _may_be_key(self._split.avals[slot]) else root.kind
+                    kind = 'parameter' if name in own else kind
+                    roots[slot] = root._replace(kind=kind)
+                roots.update(dict.fromkeys(written & {*slots}, Root(path, 'written')))
         for step in self._split.late:
             if jaxprs.has_effect(step.eqn):
                 roots.update(dict.fromkeys(step.outs, Root(step.described, 'effect')))
@@ -236,26 +244,42 @@ class Report:
         return next(of_shape, None)
 
     def _of_the_batch(self) -> str:
-        """Says that what is kept are not single examples; empty if they may be."""
-        split = self._split
-        data = {n: named for n, named in self._trace.data.items() if named[1].shape}
+        """Says that what is kept are not single examples; empty if they are.
+
+        They are if ``examples=True`` keeps the same.
+        """
+        trace, kept = self._trace, {*self._split.kept} & self._split.data
+        data = {n: named for n, named in trace.data.items() if named[1].shape}
         if self._batch is not None or not data:
             return ''
-        whole = 'If the data are a batch, what is kept belongs to all of it'
-        advice = 'To keep single examples, write examples=True.'
-        try:
+        with contextlib.suppress(errors.ArgumentTypeError):
             batch = Batch(data)
-        except errors.ArgumentTypeError:
-            return f'{whole}. {advice}'
-        mixed = next(filter(None, map(batch.mixed_in, split.early)), [])
-        if mixed:
-            return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
-        are_examples = (
-            batch.places.get(n) == Examples() and split.avals[n].shape[0] == batch.count
-            for n in split.kept
-            if n in split.data
+            other = split(trace.program, trace.changes, trace.is_data, batch)
+            examples = {
+                n
+                for n in other.kept
+                if batch.places.get(n) == Examples()
+                and other.avals[n].shape[0] == batch.count
+            }
+            if examples == kept:
+                return ''
+        return (
+            'If the data are a batch, what is kept belongs to all of it. To keep '
+            'single examples, write examples=True.'
         )
-        return '' if all(are_examples) else f'{whole}. {advice}'
+
+    def _of_no_example(self) -> str:
+        """Names what late makes of parameters alone; empty if there is nothing."""
+        split = self._split
+        for step in split.late if self._batch is not None else ():
+            varies = split.changing | split.only_early
+            if not is_cheap(step.eqn) and varies.isdisjoint((*step.read(), *step.outs)):
+                return (
+                    f'{step.described} reads no example, and what is kept are '
+                    'examples: it is computed at each step. Compute it before, and '
+                    'give its value in its place.'
+                )
+        return ''
 
 
 _ALL_TRAINED = (
@@ -273,11 +297,15 @@ def _bytes_kept(split: Split) -> int:
     return sum(bytes_of(split.avals[n]) for n in split.kept)
 
 
-def _without_dropout(row: Obstacle) -> str:
-    """What to write, so that dropout does not stand in the way."""
-    if row.reason.kind == 'written':
-        return 'To turn dropout off there, call eval() of the frozen module.'
-    return (
-        "To turn dropout off there, write nn.Frozen(module, state='eval'). To draw "
-        f'once for a batch, leave {row.reason.name} out of each=.'
-    )
+# How what enters is kept out.
+_ADVICE = {
+    'key': "If {} is for dropout there, write nn.Frozen(module, state='eval'). To draw "
+    'once for a batch, leave it out of each=.',
+    'written': 'For dropout and running averages there, call eval() of the module.',
+}
+
+
+def _may_be_key(aval: Aval) -> bool:
+    """Whether an array may be a random key, of the new type or the old one."""
+    is_new = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return is_new or aval.dtype == jnp.uint32
