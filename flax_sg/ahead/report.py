@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,9 @@ from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Trace
 from flax_sg.internals import jaxprs
 from flax_sg.internals.types import Aval
-from flax_sg.programs import primitives
-from flax_sg.programs.steps import made_by, makers_of, numbers_in
+from flax_sg.programs.steps import Step, made_by, makers_of, numbers_in
 from flax_sg.rendering import text
 
-_PRODUCTS = primitives.names_of(primitives.Kind.PRODUCT)
 # How many obstacles a report shows.
 _SHOWN = 8
 # Much is kept if it is some kilobytes, and some times the data, or some times what
@@ -179,36 +177,28 @@ class Report:
     def _larger(self) -> str:
         """Names weights that multiply the bytes that are kept, such as an output head.
 
-        Late would run them, if ``wrt=`` named them: the program is split so, to know.
+        Late would run them on what is kept beside, if ``wrt=`` named them.
         """
-        trace = self._trace
-        sizes = {n: bytes_of(self._split.avals[n]) for n in self._split.kept}
-        large = [n for n in sizes if sizes[n] * _TIMES > max(sizes.values())]
-        weights = set[int]().union(*map(self._last_weights, large))
-        if not weights:
-            return ''
-        changes = [x or n in weights for n, x in enumerate(trace.changes)]
-        batch = Batch(trace.data) if self._batch is not None else None
-        other = split(trace.program, changes, trace.is_data, batch)
-        fewer = _bytes_kept(other)
-        is_nothing_left = all(is_cheap(step.eqn) for step in other.early)
-        if fewer * _TIMES > self._kept or is_nothing_left:
+        split, is_data = self._split, self._trace.is_data
+        fewer, weights = self._kept, set[int]()
+        for large in split.kept:
+            others = {*split.kept} - {large}
+            read = _read_by(made_by(split.early, [large], known=others))
+            own = read - others - split.constants.keys()
+            are_weights = all(n < len(is_data) and not is_data[n] for n in own)
+            # Late has no use for what it would have to run the others for, too.
+            is_shared = not own.isdisjoint(_read_by(made_by(split.early, others)))
+            size = bytes_of(split.avals[large])
+            of_kept = sum(bytes_of(split.avals[n]) for n in read & others)
+            if own and are_weights and not is_shared and 0 < of_kept * _TIMES <= size:
+                fewer, weights = fewer - size, weights | own
+        if fewer * _TIMES > self._kept:
             return ''
         names = ', '.join(sorted({repr(self._roots[n].name) for n in weights}))
         return (
             f'{fewer:,} bytes would be kept if late read {names}: name this in wrt= of '
             'sg.precompute, and not in that of sg.grad.'
         )
-
-    def _last_weights(self, value: int) -> set[int]:
-        """The frozen parameters in the last product on the way to a value."""
-        steps, is_data = self._split.steps, self._trace.is_data
-        for step in reversed(made_by(steps, [value])):
-            weights = {*step.read()} - self._split.only_early
-            if step.name in _PRODUCTS and weights:
-                weights.update(*(one.read() for one in made_by(steps, weights)))
-                return {n for n in weights if n < len(is_data) and not is_data[n]}
-        return set()
 
     def _written(self) -> list[str]:
         """The parameters and running averages that early reads and a step writes.
@@ -217,7 +207,7 @@ class Report:
         back: each in an output of its path and shape. Others have the same name.
         """
         split, found = self._split, list[str]()
-        read = {*split.kept, *(n for step in split.early for n in step.read())}
+        read = {*split.kept, *_read_by(split.early)}
         for argument in self._trace.arguments.values():
             paths = self._trace.own.get(argument.name, [])
             states = [path.collection for path in paths] or [''] * len(argument.paths)
@@ -291,6 +281,12 @@ def _share_of(split: Split) -> float:
     """The share of the flops that is done once."""
     early, late = (flops_of(step.eqn for step in x) for x in (split.early, split.late))
     return early / (early + late) if early + late else 0.0
+
+
+def _read_by(steps: Iterable[Step]) -> set[int]:
+    """What some steps read that none of them makes."""
+    steps = [*steps]
+    return {n for x in steps for n in x.read()} - {n for x in steps for n in x.outs}
 
 
 def _bytes_kept(split: Split) -> int:
