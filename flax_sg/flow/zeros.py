@@ -358,15 +358,25 @@ def _select(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
 
 
 def _padded(eqn: JaxprEqn, ins: Sequence[Value]) -> Mask:
-    operand, fill = (value.zero for value in ins)
+    operand, fill = ins
     config, shape = eqn.params['padding_config'], type_of(eqn.invars[0]).shape
-    if not fill.all() or any(low < 0 or high < 0 or gap for low, high, gap in config):
-        return fill.all() & operand.all()
+    if not fill.zero.all():
+        return fill.zero & operand.zero.all()
     # Axes that are not padded stay small.
-    axes = zip(shape, operand.shape, config, strict=True)
-    sizes = [size if max(padding) else short for size, short, padding in axes]
-    ends = [row[:2] for row in config]
-    return np.pad(np.broadcast_to(operand, sizes), ends, constant_values=True)
+    axes = zip(shape, operand.zero.shape, config, strict=True)
+    sizes = [size if max(padding) > 0 else short for size, short, padding in axes]
+    # First the elements are spread and padded, then cut where a padding is negative.
+    spread = [
+        n + max(n - 1, 0) * gap for n, (*_, gap) in zip(sizes, config, strict=True)
+    ]
+    axes = [*zip(spread, config, strict=True)]
+    out = np.ones([n + max(low, 0) + max(high, 0) for n, (low, high, _) in axes], bool)
+    inner = [slice(at := max(low, 0), at + n, gap + 1) for n, (low, _, gap) in axes]
+    out[tuple(inner)] = operand.zero
+    axes = zip(out.shape, config, strict=True)
+    return _cut(
+        out, [slice(max(-low, 0), n + min(high, 0)) for n, (low, high, _) in axes]
+    )
 
 
 _MEET: dict[str, Callable[[JaxprEqn, Sequence[Value]], Mask]] = {

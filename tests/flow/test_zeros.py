@@ -33,7 +33,9 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     'a slice': lambda x: (x * SOME)[:, 1:],
     'a slice of one row': lambda x: (x * SOME[:1])[1:, :2],
     'a slice in steps': lambda x: lax.slice(x * SOME, (0, 0), (2, 3), (1, 2)),
-    'cut by padding': lambda x: lax.pad(x * NONE, 0.0, ((0, 0, 0), (-1, 1, 0))),
+    'cut by padding': lambda x: lax.pad(x * SOME, 0.0, ((0, 0, 0), (-1, 1, 0))),
+    'spread and cut': lambda x: lax.pad(x * SOME, 0.0, ((0, -1, 1), (1, -2, 2))),
+    'cut and small': lambda x: lax.pad(x * SOME[:1], 0.0, ((-1, 0, 0), (0, -1, 0))),
     'joined': lambda x: jnp.concatenate([x * NONE, x * NONE]),
     'joined parts': lambda x: jnp.concatenate([x * NONE, x, x * SOME], axis=1),
     'joined and small': lambda x: jnp.concatenate([x * SOME[:1], x * NONE], axis=0),
@@ -46,8 +48,10 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     'of one row, reshaped': lambda x: (x * SOME[:1]).ravel(),
     'all of it, reshaped': lambda x: (x * NONE).reshape(6),
     'reversed': lambda x: (x * SOME)[::-1, ::-1],
-    'padded and small': lambda x: lax.pad(x * SOME[:1], 0.0, ((0, 0, 0), (0, 2, 0))),
-    'padded within': lambda x: lax.pad(x * NONE, 0.0, ((1, 0, 2), (0, 1, 1))),
+    'padded within': lambda x: lax.pad(x * SOME, 0.0, ((1, 0, 2), (0, 1, 1))),
+    'padded within, and small': lambda x: lax.pad(
+        x * SOME[:1], 0.0, ((0, 0, 0), (0, 0, 2))
+    ),
     'sorted': lambda x: jnp.sort(x * NONE),
     'a maximum': lambda x: jnp.max(x * NONE, axis=1),
     'gathered': lambda x: jnp.take(x * NONE, jnp.array([0, 5]), axis=0, mode='clip'),
