@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -242,33 +241,6 @@ def _runs_in(tree: Leaves, takes: Sequence[Any]) -> dict[int, list[Run]]:
             pairs = itertools.pairwise(ends)
             runs_of[n] = [Run(*pair, bool(trained[pair[0]])) for pair in pairs]
     return runs_of
-
-
-def words_of(fun: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first arguments of a function, or '' for those without one."""
-    named = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    words = [one.name if one.kind in named else '' for one in _parameters_of(fun)]
-    return [*words, *[''] * count][:count]
-
-
-def check_keywords(fun: Callable[..., Any], kwargs: Collection[str]) -> None:
-    """Raises for ``has_aux=``, unless the function has such a parameter."""
-    parameters = _parameters_of(fun)
-    takes_it = any(p.name == 'has_aux' or p.kind is p.VAR_KEYWORD for p in parameters)
-    if 'has_aux' in kwargs and parameters and not takes_it:
-        raise errors.ArgumentTypeError(
-            'sg.precompute needs no has_aux=: late returns what the function returns, '
-            'aux included.\n'
-            'Give it to the gradient call: sg.value_and_grad(ahead.late, wrt=where, '
-            'has_aux=True).'
-        )
-
-
-def _parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return [*inspect.signature(fun).parameters.values()]
-    except (TypeError, ValueError):
-        return []
 
 
 def is_number(leaf: Leaf) -> bool:

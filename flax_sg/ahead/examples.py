@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 from numpy.typing import NDArray
 
 from flax_sg import errors
@@ -143,7 +143,8 @@ class Batch:
         """The outputs of a step in which examples are mixed; notes where they are."""
         outs = self._follower.equation(step.eqn, self._read(step.ins), step.site)
         self.places.update(zip(step.outs, outs, strict=True))
-        mixed = {n: x for n, x in zip(step.outs, outs, strict=True) if _is_mixed(x)}
+        pairs = zip(step.outs, outs, strict=True)
+        mixed = {n: place for n, place in pairs if isinstance(place, Mixed)}
         self.mixed.update(mixed)
         return [*mixed]
 
@@ -153,7 +154,7 @@ class Batch:
         """For each output whether it is mixed, and the ids of what mixes in bodies."""
         follower = _Follower(self.count)
         outs = follower.equation(eqn, self._read(read), site)
-        return [*map(_is_mixed, outs)], frozenset(follower.mixing)
+        return [isinstance(x, Mixed) for x in outs], frozenset(follower.mixing)
 
     def can_be_kept(self, number: int) -> bool:
         """Whether a value can be kept for each example."""
@@ -164,12 +165,7 @@ class Batch:
         self.places[number] = _of_constant(constant)
 
     def _read(self, values: Iterable[Value]) -> list[Place]:
-        return [
-            _of_constant(x.val)
-            if isinstance(x, Literal)
-            else self.places.get(x, _NOT_KNOWN)
-            for x in values
-        ]
+        return [_place_of(x, self.places) for x in values]
 
     def in_front(self, numbers: Sequence[int], arrays: Sequence[Array]) -> list[Array]:
         """The arrays of some values, with the axis of the examples in front.
@@ -215,13 +211,6 @@ def _no_axis(
     )
 
 
-def followed(
-    program: ClosedJaxpr, ins: Sequence[Place], count: int, site: Site | None = None
-) -> list[Place]:
-    """Where so many examples are in the outputs of a program."""
-    return [*map(_plain, _Follower(count).body(program, ins, site or Site()))]
-
-
 class _Follower:
     """Follows so many examples through equations, bodies and loops.
 
@@ -240,59 +229,61 @@ class _Follower:
             jaxpr.constvars, getattr(closed, 'consts', ()), strict=False
         ):
             places[var] = _of_constant(value)
-
-        def at(atom: Atom) -> Place:
-            is_constant = isinstance(atom, Literal)
-            return (
-                _of_constant(atom.val) if is_constant else places.get(atom, _NOT_KNOWN)
-            )
-
         for eqn in jaxpr.eqns:
-            outs = self.equation(eqn, [*map(at, eqn.invars)], site)
+            ins = [_place_of(var, places) for var in eqn.invars]
+            outs = self.equation(eqn, ins, site)
             places.update(zip(eqn.outvars, outs, strict=True))
-        return [*map(at, jaxpr.outvars)]
+        return [_place_of(var, places) for var in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
         """Where the examples are in the outputs of an equation."""
         outs = self._equation(eqn, ins, site)
         is_one = eqn.primitive.name in jaxprs.CUSTOM_CALLS or not jaxprs.within(eqn)
-        if is_one and any(map(_is_mixed, outs)):
+        if is_one and _mixed_in(outs):
             self.mixing.add(id(eqn))
         return outs
 
     def _equation(self, eqn: JaxprEqn, ins: Sequence[Place], site: Site) -> list[Place]:
-        name, plain = eqn.primitive.name, [*map(_plain, ins)]
         loops = {'cond': self._cond, 'while': self._while, 'scan': self._scan}
         if (body := jaxprs.called_by(eqn)) is not None:
             return self.body(body, ins, Site(eqn, site))
-        if name in loops:
-            return loops[name](eqn, plain, site)
-        if name in _SAME:
-            return [*ins]
+        if (loop := loops.get(eqn.primitive.name)) is not None:
+            return loop(eqn, [*map(_plain, ins)], site)
         if all(isinstance(place, Known) for place in ins) and _is_of_positions(eqn):
             return _computed(eqn, ins)
-        if name == 'gather' and (place := self._part_of_each(eqn, ins)):
-            return [place]
-        if mixed := _mixed_in(plain):
-            return [mixed] * len(eqn.outvars)
-        outs = self._operation(eqn, plain, site)
-        if name == 'concatenate' and _is_mixed(outs[0]):
+        return self._operation(eqn, ins, site)
+
+    def _operation(
+        self, eqn: JaxprEqn, ins: Sequence[Place], site: Site
+    ) -> list[Place]:
+        """Where the examples are in what an operation makes, and what is known of it.
+
+        All operations but these take what they read as arrays.
+        """
+        name = eqn.primitive.name
+        if name in _SAME:
+            return [*ins]
+        if name == 'gather' and (part := self._part_of_each(eqn, ins)):
+            return [part]
+        outs = self._of_arrays(eqn, [*map(_plain, ins)], site)
+        if name == 'concatenate' and isinstance(outs[0], Mixed):
             is_last = eqn.params['dimension'] == type_of(eqn.outvars[0]).ndim - 1
             if is_last and any(isinstance(place, Known) for place in ins):
                 return [Joined((*ins,), outs[0])]
         return outs
 
-    def _operation(
+    def _of_arrays(
         self, eqn: JaxprEqn, ins: Sequence[Place], site: Site
     ) -> list[Place]:
         """Where the examples are in what an operation makes of arrays."""
+        count, known = len(eqn.outvars), axes_of(eqn)
+        if mixed := _mixed_in(ins):
+            return [mixed] * count
         if eqn.primitive.name == 'reshape' and isinstance(ins[0], Examples):
             return [self._reshape(eqn, ins[0], site)]
-        known = axes_of(eqn)
         if known is not None:
             return [self._from(axes, ins, eqn, site) for axes in known]
-        unknown = Mixed(eqn, site) if any(map(_has_examples, ins)) else _NOT_KNOWN
-        return [unknown] * len(eqn.outvars)
+        return [Mixed(eqn, site) if _examples_in(ins) else _NOT_KNOWN] * count
 
     def _part_of_each(self, eqn: JaxprEqn, ins: Sequence[Place]) -> Examples | None:
         """The place in ``x[arange(n), index]``: each example reads its own part."""
@@ -321,10 +312,11 @@ class _Follower:
         self, axes: Axes, ins: Sequence[Place], eqn: JaxprEqn, site: Site
     ) -> Place:
         """The place in an output, by what its axes come from."""
-        examples = {(n, x.axis) for n, x in enumerate(ins) if _has_examples(x)}
-        if not examples:
+        places = _examples_in(ins)
+        if not places:
             return frozenset(j for j, x in enumerate(axes) if _is_alike(x, ins))
-        inners = {place.inner for place in ins if _has_examples(place)}
+        examples = {(n, place.axis) for n, place in places.items()}
+        inners = {place.inner for place in places.values()}
         for j, origins in enumerate(axes):
             if origins is None or not examples <= {*origins} or len(inners) > 1:
                 continue
@@ -417,12 +409,9 @@ class _Follower:
         return place
 
 
-def _has_examples(place: Place) -> TypeGuard[Examples]:
-    return isinstance(place, Examples)
-
-
-def _is_mixed(place: Place) -> TypeGuard[Mixed]:
-    return isinstance(place, Mixed)
+def _examples_in(ins: Sequence[Place]) -> dict[int, Examples]:
+    """The operands that have an axis of examples."""
+    return {n: place for n, place in enumerate(ins) if isinstance(place, Examples)}
 
 
 def _is_small(value: object) -> bool:
@@ -437,6 +426,13 @@ def _may_be_positions(aval: Aval) -> bool:
     if hasattr(aval, 'inner_aval'):  # A mutable array.
         return False
     return getattr(aval.dtype, 'kind', '') in ('i', 'u', 'b') and aval.size <= _LARGE
+
+
+def _place_of(value: Value | Atom, places: Mapping[Any, Place]) -> Place:
+    """The place of a value, or of a variable of a jaxpr; or what a constant is."""
+    if isinstance(value, Literal):
+        return _of_constant(value.val)
+    return places.get(value, _NOT_KNOWN)
 
 
 def _of_constant(value: Array) -> Place:

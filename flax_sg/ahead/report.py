@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
 
 from flax_sg import errors
 from flax_sg.ahead.costs import bytes_of, flops_of, has_while, is_cheap
@@ -12,11 +16,10 @@ from flax_sg.ahead.obstacles import Obstacle, Root, obstacles
 from flax_sg.ahead.split import Split, split
 from flax_sg.ahead.traced import Trace
 from flax_sg.internals import jaxprs
-from flax_sg.programs import primitives
-from flax_sg.programs.steps import made_by, makers_of, numbers_in
+from flax_sg.internals.types import Aval
+from flax_sg.programs.steps import Step, made_by, makers_of, numbers_in
 from flax_sg.rendering import text
 
-_PRODUCTS = primitives.names_of(primitives.Kind.PRODUCT)
 # How many obstacles a report shows.
 _SHOWN = 8
 # Much is kept if it is some kilobytes, and some times the data, or some times what
@@ -76,9 +79,11 @@ class Report:
         yield from map(str, self._obstacles[:_SHOWN])
         if len(self._obstacles) > _SHOWN:
             yield f'So are {len(self._obstacles) - _SHOWN} others.'
+        reasons = (row.reason for row in self._obstacles)
         yield from dict.fromkeys(
-            _without_dropout(row) for row in self._obstacles if row.is_dropout
+            _ADVICE[x.kind].format(x.name) for x in reasons if x.kind in _ADVICE
         )
+        yield self._of_no_example()
         said = 'is written by the function. What is computed once reads the value that'
         written = [f'{name} {said} early gets.' for name in self._written()]
         yield from written
@@ -151,14 +156,15 @@ class Report:
         mixed = self._batch.mixed if self._batch else {}
         roots = {number: Root(str(op), 'mix') for number, op in mixed.items()}
         written = {slot for write in self._trace.writes for slot in write.slots}
+        own = self._trace.own
         for name, argument in self._trace.arguments.items():
             for path, slots in zip(argument.paths, argument.slots, strict=True):
-                is_own = name in self._trace.own
-                kind = 'parameter' if is_own else 'argument'
-                root = Root((is_own and path) or argument.title, kind, path)
-                roots.update(dict.fromkeys(slots, root))
-                state = Root(path, 'written', path)
-                roots.update(dict.fromkeys(written & {*slots}, state))
+                root = Root((name in own and path) or argument.title, 'argument')
+                for slot in slots:
+                    kind = 'key' if _may_be_key(self._split.avals[slot]) else root.kind
+                    kind = 'parameter' if name in own else kind
+                    roots[slot] = root._replace(kind=kind)
+                roots.update(dict.fromkeys(written & {*slots}, Root(path, 'written')))
         for step in self._split.late:
             if jaxprs.has_effect(step.eqn):
                 roots.update(dict.fromkeys(step.outs, Root(step.described, 'effect')))
@@ -171,36 +177,28 @@ class Report:
     def _larger(self) -> str:
         """Names weights that multiply the bytes that are kept, such as an output head.
 
-        Late would run them, if ``wrt=`` named them: the program is split so, to know.
+        Late would run them on what is kept beside, if ``wrt=`` named them.
         """
-        trace = self._trace
-        sizes = {n: bytes_of(self._split.avals[n]) for n in self._split.kept}
-        large = [n for n in sizes if sizes[n] * _TIMES > max(sizes.values())]
-        weights = set[int]().union(*map(self._last_weights, large))
-        if not weights:
-            return ''
-        changes = [x or n in weights for n, x in enumerate(trace.changes)]
-        batch = Batch(trace.data) if self._batch is not None else None
-        other = split(trace.program, changes, trace.is_data, batch)
-        fewer = _bytes_kept(other)
-        is_nothing_left = all(is_cheap(step.eqn) for step in other.early)
-        if fewer * _TIMES > self._kept or is_nothing_left:
+        split, is_data = self._split, self._trace.is_data
+        fewer, weights = self._kept, set[int]()
+        for large in split.kept:
+            others = {*split.kept} - {large}
+            read = _read_by(made_by(split.early, [large], known=others))
+            own = read - others - split.constants.keys()
+            are_weights = all(n < len(is_data) and not is_data[n] for n in own)
+            # Late has no use for what it would have to run the others for, too.
+            is_shared = not own.isdisjoint(_read_by(made_by(split.early, others)))
+            size = bytes_of(split.avals[large])
+            of_kept = sum(bytes_of(split.avals[n]) for n in read & others)
+            if own and are_weights and not is_shared and 0 < of_kept * _TIMES <= size:
+                fewer, weights = fewer - size, weights | own
+        if fewer * _TIMES > self._kept:
             return ''
         names = ', '.join(sorted({repr(self._roots[n].name) for n in weights}))
         return (
             f'{fewer:,} bytes would be kept if late read {names}: name this in wrt= of '
             'sg.precompute, and not in that of sg.grad.'
         )
-
-    def _last_weights(self, value: int) -> set[int]:
-        """The frozen parameters in the last product on the way to a value."""
-        steps, is_data = self._split.steps, self._trace.is_data
-        for step in reversed(made_by(steps, [value])):
-            weights = {*step.read()} - self._split.only_early
-            if step.name in _PRODUCTS and weights:
-                weights.update(*(one.read() for one in made_by(steps, weights)))
-                return {n for n in weights if n < len(is_data) and not is_data[n]}
-        return set()
 
     def _written(self) -> list[str]:
         """The parameters and running averages that early reads and a step writes.
@@ -209,7 +207,7 @@ class Report:
         back: each in an output of its path and shape. Others have the same name.
         """
         split, found = self._split, list[str]()
-        read = {*split.kept, *(n for step in split.early for n in step.read())}
+        read = {*split.kept, *_read_by(split.early)}
         for argument in self._trace.arguments.values():
             paths = self._trace.own.get(argument.name, [])
             states = [path.collection for path in paths] or [''] * len(argument.paths)
@@ -236,26 +234,42 @@ class Report:
         return next(of_shape, None)
 
     def _of_the_batch(self) -> str:
-        """Says that what is kept are not single examples; empty if they may be."""
-        split = self._split
-        data = {n: named for n, named in self._trace.data.items() if named[1].shape}
+        """Says that what is kept are not single examples; empty if they are.
+
+        They are if ``examples=True`` keeps the same.
+        """
+        trace, kept = self._trace, {*self._split.kept} & self._split.data
+        data = {n: named for n, named in trace.data.items() if named[1].shape}
         if self._batch is not None or not data:
             return ''
-        whole = 'If the data are a batch, what is kept belongs to all of it'
-        advice = 'To keep single examples, write examples=True.'
-        try:
+        with contextlib.suppress(errors.ArgumentTypeError):
             batch = Batch(data)
-        except errors.ArgumentTypeError:
-            return f'{whole}. {advice}'
-        mixed = next(filter(None, map(batch.mixed_in, split.early)), [])
-        if mixed:
-            return f'{whole}: {batch.mixed[mixed[0]]} may mix its examples. {advice}'
-        are_examples = (
-            batch.places.get(n) == Examples() and split.avals[n].shape[0] == batch.count
-            for n in split.kept
-            if n in split.data
+            other = split(trace.program, trace.changes, trace.is_data, batch)
+            examples = {
+                n
+                for n in other.kept
+                if batch.places.get(n) == Examples()
+                and other.avals[n].shape[0] == batch.count
+            }
+            if examples == kept:
+                return ''
+        return (
+            'If the data are a batch, what is kept belongs to all of it. To keep '
+            'single examples, write examples=True.'
         )
-        return '' if all(are_examples) else f'{whole}. {advice}'
+
+    def _of_no_example(self) -> str:
+        """Names what late makes of parameters alone; empty if there is nothing."""
+        split = self._split
+        for step in split.late if self._batch is not None else ():
+            varies = split.changing | split.only_early
+            if not is_cheap(step.eqn) and varies.isdisjoint((*step.read(), *step.outs)):
+                return (
+                    f'{step.described} reads no example, and what is kept are '
+                    'examples: it is computed at each step. Compute it before, and '
+                    'give its value in its place.'
+                )
+        return ''
 
 
 _ALL_TRAINED = (
@@ -269,15 +283,25 @@ def _share_of(split: Split) -> float:
     return early / (early + late) if early + late else 0.0
 
 
+def _read_by(steps: Iterable[Step]) -> set[int]:
+    """What some steps read that none of them makes."""
+    steps = [*steps]
+    return {n for x in steps for n in x.read()} - {n for x in steps for n in x.outs}
+
+
 def _bytes_kept(split: Split) -> int:
     return sum(bytes_of(split.avals[n]) for n in split.kept)
 
 
-def _without_dropout(row: Obstacle) -> str:
-    """What to write, so that dropout does not stand in the way."""
-    if row.reason.kind == 'written':
-        return 'To turn dropout off there, call eval() of the frozen module.'
-    return (
-        "To turn dropout off there, write nn.Frozen(module, state='eval'). To draw "
-        f'once for a batch, leave {row.reason.name} out of each=.'
-    )
+# How what enters is kept out.
+_ADVICE = {
+    'key': "If {} is for dropout there, write nn.Frozen(module, state='eval'). To draw "
+    'once for a batch, leave it out of each=.',
+    'written': 'For dropout and running averages there, call eval() of the module.',
+}
+
+
+def _may_be_key(aval: Aval) -> bool:
+    """Whether an array may be a random key, of the new type or the old one."""
+    is_new = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return is_new or aval.dtype == jnp.uint32

@@ -11,11 +11,12 @@ import jax
 from flax import linen
 from jax.extend.core import ClosedJaxpr
 
-from flax_sg import errors, filters
-from flax_sg.ahead.arguments import Argument, Name, check_keywords, named_in, words_of
+from flax_sg import filters
+from flax_sg.ahead.arguments import Argument, Name, named_in
 from flax_sg.ahead.writes import Watch, Write, changed_by
 from flax_sg.filters.paths import Path
 from flax_sg.internals.types import Array, Aval, Kwargs, TreeDef
+from flax_sg.programs import sources
 from flax_sg.programs.halves import without_dead
 from flax_sg.trees.leaves import Leaves, arguments_of, leaves_of, path_of
 from flax_sg.trees.trainable import Declared, chosen
@@ -84,7 +85,6 @@ def traced(
 ) -> Trace:
     """Traces a function; see ``precompute``."""
     run = fun.apply if isinstance(fun, linen.Module) else fun
-    check_keywords(fun, kwargs)
     own = arguments_of(args, argnums)
     changing = named_in(each, len(args), kwargs, own)
     trees: dict[Name, Leaves] = dict(enumerate(map(leaves_of, args)))
@@ -94,7 +94,7 @@ def traced(
         name: [name in changing] * len(tree.values) for name, tree in trees.items()
     }
     takes.update(zip(own, chosen([*own.values()], wrt), strict=True))
-    words: dict[Name, str] = dict(enumerate(words_of(run, len(args))))
+    words: dict[Any, str] = {**sources.names_of_arguments(run)}
     inputs: OrderedDict[str, Array] = OrderedDict()
     arguments = {
         name: Argument.of(name, words.get(name, ''), tree, takes[name], inputs)
@@ -154,22 +154,6 @@ def _program_of(
         form[:] = treedef, paths, [write for write, _ in written]
         return [leaf for _, leaf in pairs] + [x for _, new in written for x in new]
 
-    try:
-        program = jax.make_jaxpr(of_arrays)(inputs)
-    except NameError as error:
-        raise _unbound(error) from error
+    program = jax.make_jaxpr(of_arrays)(inputs)
     treedef, paths, writes = form
     return program, treedef, paths, writes
-
-
-def _unbound(error: NameError) -> Exception:
-    """The error for a collective outside of the function that is mapped."""
-    if 'unbound axis name' not in str(error):
-        return error
-    return errors.ArgumentTypeError(
-        f'The function has a collective, and is not mapped here: {error}\n'
-        'Call sg.precompute in the mapped function, in that of early and in that of '
-        'late:\n'
-        'def early(params, x): return sg.precompute(loss, params, x, ...)'
-        '.early(params, x)'
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -108,16 +107,3 @@ def outputs_of(out: PyTree) -> tuple[list[str], list[Any]]:
         pairs.sort(key=lambda pair: natural_key(path_of(pair[0])))
     names = unique([path_of(keys) for keys, _ in pairs])
     return [name or ALONE for name in names], [leaf for _, leaf in pairs]
-
-
-def names_of_arguments(fun: Callable[..., Any]) -> dict[int, str]:
-    """The names that a function gives its arguments, by their position."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # Written in C.
-        return {}
-    by_position = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    return {n: x.name for n, x in enumerate(parameters) if x.kind in by_position}

@@ -22,8 +22,6 @@ from flax_sg.rendering.rows import (
     alike,
     grouped,
     index,
-    joined,
-    qualified,
     repeated,
     unique,
 )
@@ -114,8 +112,7 @@ class GradientFlow(Shown):
         parts: for each output, and in it for each parameter that is ``'partly'``
             trained, the part; None for the others.
         explain: for the numbers of a parameter and an output the way between them.
-        arguments: the numbers in the paths of several arguments, with their names. The
-            table shows the names, and questions take them: ``why('loss', 'actor/w')``.
+        arguments: the numbers in the paths of several arguments, with their names.
         conditions: for each output, and in it for each parameter, the line that stops
             it by a condition, ``where & (step < k)``; ``''`` if none does. Such a
             parameter ``'flows'``.
@@ -203,24 +200,7 @@ class GradientFlow(Shown):
             places = [path.place for path in self.parameters]
             if parameter.place in places:
                 return places.index(parameter.place)
-        names = self._labels if parameter in self._labels else self.names
-        return index('parameter', parameter, names)
-
-    @functools.cached_property
-    def _labels(self) -> tuple[str, ...]:
-        """The names that are shown."""
-        return tuple(joined([*map(self._shown, qualified(self.parameters))]))
-
-    def _shown(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """A row's names, with that of the argument for its number."""
-        named, at = self._arguments
-        return tuple(named.get(x, x) if n == at else x for n, x in enumerate(names))
-
-    @functools.cached_property
-    def _arguments(self) -> tuple[dict[str, str], int]:
-        """The names of arguments by their numbers, and where in a row these stand."""
-        is_qualified = len({path.collection for path in self.parameters}) > 1
-        return {str(n): name for n, name in self.arguments}, int(is_qualified)
+        return index('parameter', parameter, self.names)
 
     def count(self, number: int, outputs: Iterable[int] | None = None) -> int:
         """How many elements of a parameter some outputs train, see ``trained``."""
@@ -313,7 +293,6 @@ class GradientFlow(Shown):
             statuses = {
                 tuple(filter(None, name.split('/'))): row for name, row in modules
             }
-        statuses = {self._shown(names): row for names, row in statuses.items()}
         return Matrix(
             tuple(name for name, _ in columns),
             tuple(
@@ -336,14 +315,14 @@ class GradientFlow(Shown):
             for name, k in columns
         ]
         if self.arguments:
-            pairs = (f'{name} is {n}' for n, name in self.arguments)
+            pairs = (f'{n} is {name}' for n, name in self.arguments)
             lines.append(f'In paths and filters, {", ".join(pairs)}.')
-        lines += by_condition(self.conditions, self._labels)
+        lines += by_condition(self.conditions, self.names)
         idle: dict[bool, list[str]] = {}
         for n in every:
             if self.trained(n) is False:
                 is_used = any(row[n] != UNUSED for row in self.status)
-                idle.setdefault(is_used, []).append(self._labels[n])
+                idle.setdefault(is_used, []).append(self.names[n])
         for is_used, names in idle.items():
             verb = 'trains' if is_used else 'uses'
             lines.append(f'No output {verb} {listed(names)}.')

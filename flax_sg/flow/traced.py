@@ -16,9 +16,10 @@ from jax.extend.core import ClosedJaxpr
 from flax_sg import errors, filters
 from flax_sg.errors.texts import listed
 from flax_sg.filters.paths import Path
-from flax_sg.flow.function import Function, names_of_arguments, outputs_of
+from flax_sg.flow.function import Function, outputs_of
 from flax_sg.internals.jaxprs import BLOCK
 from flax_sg.internals.types import Array, Kwargs, Leaf, PyTree
+from flax_sg.programs import sources
 from flax_sg.trees.leaf_types import holds_arrays
 from flax_sg.trees.leaves import arguments_of, is_differentiable, leaves_of, shape_of
 from flax_sg.trees.trainable import Declared, chosen, states
@@ -153,7 +154,7 @@ class _Inputs:
         wrt: filters.Filter | Declared,
     ) -> None:
         self.own = arguments_of(args, argnums)
-        self.names = names_of_arguments(function.run)
+        self.names = sources.names_of_arguments(function.run)
         self.names |= enumerate(kwargs, len(args))
         self._function, self._keywords = function, list(kwargs)
         everything = enumerate((*args, *kwargs.values()))

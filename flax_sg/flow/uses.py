@@ -69,24 +69,17 @@ def unclear(flat: Flat, slots: Iterable[int], is_known: bool) -> Choice | None:
 
 def _by_condition(flat: Flat, step: Step) -> bool:
     """Whether one bool decides for all elements which input a step takes."""
-    value = step.ins[0] if step.name == 'select_n' else None
-    while isinstance(value, int):
-        if math.prod(flat.avals[value].shape) == 1:
-            return True
-        maker = flat.makers.get(value)
-        is_spread = maker is not None and maker.name in _SAME_VALUE | {'not'}
-        value = maker.ins[0] if maker is not None and is_spread else None
-    return False
+    masks = _forms_of(flat, step.ins[0]) if step.name == 'select_n' else ()
+    sizes = (flat.avals[x].shape for x in masks if isinstance(x, int))
+    return any(math.prod(shape) == 1 for shape in sizes)
 
 
-def _is_constant(flat: Flat, value: Value) -> bool:
-    """Whether a value is a constant, or one in another form."""
-    while isinstance(value, int):
-        maker = flat.makers.get(value)
-        if maker is None or maker.name not in _SAME_VALUE | {'not'}:
-            return False
-        value = maker.ins[0]
-    return True
+def _forms_of(flat: Flat, mask: Value) -> Iterator[Value]:
+    """Yields a mask, and what it was before it was spread or negated."""
+    yield mask
+    maker = flat.makers.get(mask) if isinstance(mask, int) else None
+    if maker is not None and maker.name in _SAME_VALUE | {'not'}:
+        yield from _forms_of(flat, maker.ins[0])
 
 
 def uses(flat: Flat, slots: Iterable[int], output: int) -> tuple[Use, ...]:
@@ -210,7 +203,7 @@ def _chooses(flat: Flat, read: _Read, rivals: list[_Read]) -> bool:
     step = read.step
     if step is not None and step.name == 'select_n':
         # Of a constant mask the proof knows which elements it takes.
-        known = _is_constant(flat, step.ins[0])
+        known = not all(isinstance(x, int) for x in _forms_of(flat, step.ins[0]))
         return not known and any(not rival.is_part for rival in rivals)
     # Zeros in some rows are no choice: no part of the parameter is there.
     overwrites = step is not None and step.name in _OVERWRITE

@@ -1,4 +1,4 @@
-"""What the primitives of JAX do, by their names: each stands in the table once.
+"""What the primitives of JAX do, by their names.
 
 Analyses of programs ask it. A primitive that is in no row may do anything: its operands
 are all read, and nothing is known of its outputs. What needs the parameters of an
@@ -16,8 +16,6 @@ import functools
 class Kind(enum.Flag):
     """What a primitive does."""
 
-    NOTHING = 0
-    """Nothing that an analysis may rely on."""
     ELEMENTWISE = enum.auto()
     """An element of the output is made of the same element of each operand."""
     SAME = enum.auto()
@@ -38,8 +36,6 @@ class Kind(enum.Flag):
     """The output is all zero if one of two operands is."""
     CHEAP = enum.auto()
     """It costs as much as reading its output from memory."""
-    RUNS = enum.auto()
-    """It runs another program."""
 
 
 _K = Kind
@@ -79,17 +75,8 @@ _ROWS: dict[str, Kind] = {
         _K.ZEROS_OF_ZEROS
     ),
     'conv_general_dilated dot_general ragged_dot_general': _K.PRODUCT,
-    'scatter-add scatter-mul scatter_add select_and_gather_add': _K.NOTHING,
-    'argmax argmin cumlogsumexp reduce reduce_and reduce_max reduce_min': _K.NOTHING,
-    'reduce_or reduce_prod reduce_sum reduce_xor reduce_window': _K.NOTHING,
-    'reduce_window_max reduce_window_min scatter-max scatter-min': _K.NOTHING,
-    'approx_top_k scatter-sub select_and_scatter': _K.NOTHING,
-    # Matrices.
-    'cholesky eig eigh hessenberg householder_product lu qr schur svd': _K.NOTHING,
-    'triangular_solve tridiagonal tridiagonal_solve custom_linear_solve': _K.NOTHING,
     # What needs no operand, or makes random numbers.
     'axis_index iota random_split random_unwrap random_wrap': _K.CHEAP,
-    'empty2 random_bits random_gamma rng_bit_generator rng_uniform': _K.NOTHING,
     # Between devices.
     'psum psum2': _K.BY_ITSELF | _K.ZEROS_OF_ZEROS,
     'all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast': (
@@ -98,13 +85,6 @@ _ROWS: dict[str, Kind] = {
     'pmax pmin ppermute psum_invariant reduce_scatter unreduced_psum': (
         _K.ZEROS_OF_ZEROS
     ),
-    'ragged_all_to_all': _K.NOTHING,
-    # Mutable arrays, tokens, and what JAX keeps for itself.
-    'after_all create_token dce_sink get swap polynomial': _K.NOTHING,
-    # Programs, which every analysis walks in its own way.
-    'call call_hi_primitive checkpoint closed_call cond core_call custom_lin': _K.RUNS,
-    'custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call': _K.RUNS,
-    'eval_jaxpr jit pjit remat remat2 scan shard_map stage while xla_pmap': _K.RUNS,
 }
 KINDS: dict[str, Kind] = {
     name: kind for names, kind in _ROWS.items() for name in names.split()

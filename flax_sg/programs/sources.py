@@ -1,11 +1,11 @@
-"""The lines of the user that made an equation, and what it does in words."""
+"""What the user wrote: the line of an equation, in words, and names of arguments."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -91,3 +91,16 @@ def operation(eqn: JaxprEqn) -> str:
 def function_in(eqn: JaxprEqn) -> str:
     """The name, file and line of the function that a jit equation runs."""
     return str(eqn.params['jaxpr'].jaxpr.debug_info.func_src_info)
+
+
+def names_of_arguments(fun: Callable[..., Any]) -> dict[int, str]:
+    """The names that a function gives its arguments, by their position."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # Written in C.
+        return {}
+    by_position = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    return {n: x.name for n, x in enumerate(parameters) if x.kind in by_position}

@@ -23,12 +23,8 @@ def qualified(paths: Sequence[Path]) -> list[tuple[str, ...]]:
 
 
 def unique(paths: Sequence[Path]) -> list[str]:
-    """A name for each path."""
-    return joined(qualified(paths))
-
-
-def joined(names: Sequence[tuple[str, ...]]) -> list[str]:
-    """Names in one text each, told apart from a name with a slash."""
+    """A name for each path, told apart from a name with a slash."""
+    names = qualified(paths)
     plain = list(map('/'.join, names))
     if len({*plain}) == len({*names}):
         return plain

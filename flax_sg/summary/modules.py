@@ -115,14 +115,11 @@ def tabulate(
             parameters.append((path, shape.dtype, (count, shape.size - count)))
         notes = by_condition(report.conditions, report.parameters)
     parameters = [x for x in parameters if x[0].collection == 'params']
-    table = ModuleTable.of(_rows(classes, parameters), parameters, depth, notes)
-    if not is_graph or has_method:
-        return table
     # A view of the model is a model: nothing tells what is stopped in it.
-    return table.under(
-        f'What {type(model).__name__} trains when it is called. '
-        'Of a loss: sg.tabulate(model, method=loss)'
-    )
+    head = f'What {type(model).__name__} trains when it is called. '
+    head += 'Of a loss: sg.tabulate(model, method=loss)\n\n'
+    head = head if is_graph and not has_method else ''
+    return ModuleTable.of(_rows(classes, parameters), parameters, depth, head, notes)
 
 
 # How many values are trained, and how many are not: stopped, not used, or integers.
@@ -168,9 +165,10 @@ class ModuleTable(InNotebooks, str):
         rows: Sequence[ModuleRow],
         parameters: Sequence[Counted],
         depth: Any,
-        notes: Iterable[str] = (),
+        head: str,
+        notes: Iterable[str],
     ) -> ModuleTable:
-        """The table of some modules, as deep as ``tabulate`` says, and lines below."""
+        """The table of some modules, as deep as ``tabulate`` says, between lines."""
         deepest = max(len(row.names) for row in rows)
         if depth == 'fit':
             fits = (n for n in range(deepest, 1, -1) if len(_joined(rows, n)) <= _LINES)
@@ -183,14 +181,8 @@ class ModuleTable(InNotebooks, str):
             for n in (0, 1)
         )
         total = f'Trainable: {trained}   Frozen: {frozen}'
-        table = cls('\n'.join([*lines, total, *notes]))
+        table = cls(head + '\n'.join([*lines, total, *notes]))
         table.modules = rows
-        return table
-
-    def under(self, head: str) -> ModuleTable:
-        """The same table with a line above it."""
-        table = type(self)(f'{head}\n\n{self}')
-        table.modules = self.modules
         return table
 
     def rows(self) -> list[dict[str, Any]]:

@@ -52,8 +52,8 @@ class Moves(Shown):
         parameters: the path of each parameter.
         status: for each ``'moves'``, ``'partly'``, ``'stuck'``, ``'drifts'`` or
             ``'still'``.
-        reasons: why a parameter is certainly stuck, or which of its rows stand still;
-            ``''`` otherwise. Rows are those of an array of several axes.
+        reasons: which rows of a parameter stand still; ``''`` if none do. Rows are
+            those of an array of several axes.
         moved: the share of its elements that change.
     """
 
@@ -125,7 +125,7 @@ def moves(before: PyTree, after: PyTree, gradients: PyTree = None) -> Moves:
     ...     print(row['parameter'], row['status'], '|', row['reason'])
     body drifts |
     head moves |
-    low stuck | updates as large as the others are lost in the rounding of float16
+    low stuck |
 
     Args:
         before: the parameters before the step: a dict of them or of collections, an NNX
@@ -172,18 +172,14 @@ def moves(before: PyTree, after: PyTree, gradients: PyTree = None) -> Moves:
         gradient, *by_place[path.place] = by_place.get(path.place) or [False]
         compared.append(_compared(value, now, gradient))
     compared = jax.device_get(compared)
-    largest = max((row[1] for row in compared if row[0] and row[3]), default=0.0)
     status: list[str] = []
     reasons: list[str] = []
-    for (_, value), (share, _, finest, has, rows) in zip(old, compared, strict=True):
+    for share, has, rows in compared:
         moves, reason = bool(share), ''
         status.append(_STATUS[moves, moves if gradients is None else bool(has)])
         if moves and not rows.all():
             reason = _rows(~rows, 'stands still', 'stand still')
             status[-1] = PARTLY if status[-1] == MOVES else status[-1]
-        if status[-1] == STUCK and 0 < largest < finest:
-            reason = 'updates as large as the others are lost in the rounding of '
-            reason += str(jnp.result_type(value))
         reasons.append(reason)
     shares = (float(row[0]) for row in compared)
     return Moves(tuple(paths), tuple(status), tuple(reasons), tuple(shares))
@@ -304,23 +300,11 @@ def _compared(old: Array, new: Array, gradient: Array) -> tuple[Any, ...]:
     """What became of an array.
 
     Returns:
-        The share of the elements that change, the largest change, the largest update
-        that is lost in the rounding wherever there is a gradient, whether there is, and
-        for each row whether it changes.
+        The share of the elements that change, whether there is a gradient, and for each
+        row whether it changes.
     """
-    old, new, fed = jnp.asarray(old), jnp.asarray(new), jnp.asarray(gradient)
-    dtype, fed = old.dtype, fed.astype(bool)
     differ = _differ(old, new)
-    wide = dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
-    old, new = old.astype(wide), new.astype(wide)
-    change = jnp.max(jnp.abs(new - old), initial=0)
-    # Half the distance to the next number, which is smaller below a power of two.
-    # Of complex arrays nothing is proven.
-    eps = float(jnp.finfo(dtype).eps) * jnp.isrealobj(old)
-    lost = jnp.abs(old) * (eps / 4)
-    counted = fed if fed.shape in ((), old.shape) else jnp.any(fed)
-    finest = jnp.min(lost, where=counted, initial=jnp.inf)
     share = jnp.mean(differ) if differ.size else jnp.zeros(())
     # An array of one axis has no rows.
     rows = jnp.any(differ, axis=range(differ.ndim > 1, differ.ndim))
-    return share, change, finest, jnp.any(fed), rows
+    return share, jnp.any(jnp.asarray(gradient).astype(bool)), rows

@@ -34,10 +34,6 @@ def views(params: Any, x: Any, y: Any) -> Any:
     return loss(params, jnp.tanh(jnp.concatenate([x, y]) @ params['body']))
 
 
-def negatives(params: Any, x: Any) -> Any:
-    return loss(params, jax.lax.all_gather(x, 'devices', tiled=True))
-
-
 def powers(params: Any, x: Any, n: int) -> Any:
     for _ in range(n):
         x = jnp.tanh(x @ params['body'])
@@ -46,10 +42,6 @@ def powers(params: Any, x: Any, n: int) -> Any:
 
 def distilled(params: Any, teacher: Any, x: Any) -> Any:
     return loss(params, x - teacher(x))
-
-
-def pair(params: Any, x: Any) -> Any:
-    return loss(params, x), x
 
 
 def mapped(check_vma: bool) -> Any:
@@ -104,23 +96,12 @@ CASES: dict[str, Any] = {
     'other arrays than were kept': lambda: split().late(PARAMS, [X, X]),
     'a shard, and none was traced': (lambda: mapped(True)(X), lambda: mapped(False)(X)),
     'each= names no argument': lambda: sg.precompute(loss, PARAMS, X, each='key'),
-    'a keyword of sg.value_and_grad': (
-        lambda: sg.precompute(pair, PARAMS, X, wrt='head', has_aux=True),
-        'sg.value_and_grad(ahead.late, wrt=where, has_aux=True)',
-    ),
     'another flag than was traced': lambda: sg.precompute(
         flagged, PARAMS, X, True, wrt='head'
     ).early(PARAMS, X, False),
     'a number that the function asked for': (
         lambda: sg.precompute(powers, PARAMS, X, 2, wrt='head').early(PARAMS, X, 3),
         lambda: sg.precompute(powers, PARAMS, X, 3, wrt='head').early(PARAMS, X, 3),
-    ),
-    'a collective outside of the mapped function': (
-        lambda: sg.precompute(negatives, PARAMS, X, wrt='head'),
-        lambda: jax.vmap(
-            lambda x: sg.precompute(negatives, PARAMS, x, wrt='head').early(PARAMS, x),
-            axis_name='devices',
-        )(X[None]),
     ),
     'two views joined along the batch': (
         lambda: sg.precompute(views, PARAMS, X, X, wrt='head', examples=True),

@@ -370,25 +370,24 @@ def test_several_arguments_have_the_names_of_the_function():
         return {'adversarial': jnp.sum(generator['w'] * noise) * critic['w']}
 
     one = {'w': jnp.ones(()), 'b': {'c': jnp.ones(())}}
-    line = 'In paths and filters, generator is 0, critic is 2.'
+    line = 'In paths and filters, 0 is generator, 2 is critic.'
     report = sg.gradient_flow(losses, one, 1.0, one, argnums=(0, 2))
     assert report.names == ('0/b/c', '0/w', '2/b/c', '2/w')
-    asked = report.why('adversarial', 'critic/w')
-    assert asked.uses == report.why('adversarial', '2/w').uses and asked.uses
+    assert report.why('adversarial', '2/w').uses
     for table in (
         report,
         sg.gradient_flow(jax.jit(losses), one, 1.0, one, argnums=(0, 2)),
     ):
         lines = str(table).splitlines()
         assert line in lines
-        for name in 'generator/b/c', 'generator/w', 'critic/b/c', 'critic/w':
+        for name in report.names:
             assert any(row.startswith(f'{name} ') for row in lines)
-        assert 'No output uses generator/b/c, critic/b/c.' in lines
-    assert [row.name for row in report.matrix(1).rows] == ['generator', 'critic']
+        assert 'No output uses 0/b/c, 2/b/c.' in lines
+    assert [row.name for row in report.matrix(1).rows] == ['0', '2']
     # Alone, it has no number; and of some arguments there is no name.
     assert ' is ' not in str(sg.gradient_flow(losses, one, 1.0, one))
     report = sg.gradient_flow(losses, one, 1.0, one, one, argnums=(0, 3))
-    assert 'In paths and filters, generator is 0.' in str(report).splitlines()
+    assert 'In paths and filters, 0 is generator.' in str(report).splitlines()
     nameless = sg.gradient_flow(lambda *args: args[0]['w'], one, one, argnums=(0, 1))
     assert ' is ' not in str(nameless)
     assert hash(report) == hash(dataclasses.replace(report))

@@ -55,7 +55,7 @@ def names_in(jaxpr: Any) -> Iterator[str]:
 
 
 def may_move(name: str) -> bool:
-    kind = KINDS.get(name, Kind.NOTHING)
+    kind = KINDS.get(name, Kind(0))
     computes = Kind.ELEMENTWISE in kind and Kind.SAME not in kind
     is_bits = name == 'bitcast_convert_type'  # It has no derivative.
     return not (computes or is_bits or kind & ARITHMETIC)
