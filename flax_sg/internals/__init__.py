@@ -11,10 +11,8 @@ file             contents
 ``lifting``      ``nn.scan``, ``nn.vmap``, ``nn.jit``: names, axes, order of variables
 ``patching``      the functions of Flax and JAX that the import replaces
 ``tracing``      the traces of a tracer, the keys of JAX's caches
-``jaxprs``       equations, their parameters and places in the source
-``primitives``   the table of JAX's primitives: what each does
-``partial``      JAX's partial evaluation of a program
-``equal``        which equations compute the same
+``jaxprs``       equations and their parameters
+``partial_eval`` JAX's partial evaluation of a program
 ``types``        names for types that Python cannot check
 ``frames``       frames of the Python stack, and which are the user's
 ``places``       the line, the thread and the asyncio task of a call

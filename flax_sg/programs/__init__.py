@@ -9,5 +9,6 @@ file             contents
 ``steps``        a program as a list of steps, each in its site
 ``equal``        which equations compute the same
 ``halves``       an equation in two: what does not change, and the rest
+``callbacks``    the functions of Python that a program calls, to compare them
 ===============  ====================================================================
 """

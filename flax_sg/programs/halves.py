@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-from flax_sg.internals import jaxprs, partial_evaluation
+from flax_sg.internals import jaxprs, partial_eval
 from flax_sg.internals.jaxprs import CHECKPOINTS, CUSTOM_CALLS, opened, within
 from flax_sg.internals.types import Atom, Aval
 
@@ -62,7 +62,7 @@ def halves_of(
         again: the ids of equations in its body that run in the late half, too.
         is_late: which outputs the late half makes, whatever they depend on.
     """
-    partial_evaluation.check()
+    partial_eval.check()
     places = {x: n for n, x in enumerate(eqn.invars) if not isinstance(x, Literal)}
     outvars = [var for var in eqn.outvars if type(var).__name__ != 'DropVar']
     late_outs = dict(zip(eqn.outvars, is_late, strict=bool(is_late)))
@@ -77,7 +77,7 @@ def halves_of(
 
     while True:
         whole = _program_of(_as_ones(eqn, again, opens), [*places], outvars)
-        known, late, is_new, inst, count = partial_evaluation.partial_eval_jaxpr_custom(
+        known, late, is_new, inst, count = partial_eval.partial_eval_jaxpr_custom(
             whole, unknown, True, asked, asked, policy
         )
         # Loops of which a part changes are in the late half: they are opened.
@@ -85,12 +85,12 @@ def halves_of(
         if not loops:
             break
         opens |= loops
-    late, reads = partial_evaluation.dce_jaxpr(
+    late, reads = partial_eval.dce_jaxpr(
         late, [new for new, is_made in zip(is_new, inst, strict=True) if is_made]
     )
     kept, late_reads = reads[:count], reads[count:]
     outs = [True] * (len(known.outvars) - count)
-    known, known_reads = partial_evaluation.dce_jaxpr(known, [*outs, *kept])
+    known, known_reads = partial_eval.dce_jaxpr(known, [*outs, *kept])
     fixed = [n for n, new in zip(places.values(), unknown, strict=True) if not new]
     is_new_of = dict(zip(outvars, is_new, strict=True))
     of_user = any(one.params.get('differentiated') for one in jaxprs.all_in(eqn))
@@ -106,9 +106,9 @@ def halves_of(
 
 def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
     """A program without what no output needs, but with all of its inputs."""
-    partial_evaluation.check()
+    partial_eval.check()
     every = [True] * len(program.jaxpr.outvars)
-    jaxpr, _ = partial_evaluation.dce_jaxpr(program.jaxpr, every, instantiate=True)
+    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, every, instantiate=True)
     return program.replace(jaxpr=jaxpr)
 
 

@@ -13,6 +13,7 @@ from flax_sg import errors
 from flax_sg.errors.texts import wrong_argument
 from flax_sg.internals import jaxprs
 from flax_sg.internals.types import PyTree
+from flax_sg.programs.callbacks import callbacks_in
 
 # Tables of lines in the source, each up to an empty line.
 _TABLES = re.compile(
@@ -30,10 +31,9 @@ def assert_same_program(
 ) -> None:
     """Asserts that two functions compile to the same program.
 
-    The optimized HLO has to be equal, with all constants, and so have the arguments
-    that the programs take. Names of functions, scopes and instructions may differ,
-    lines of the source, and the functions of Python that they call back. Nothing is
-    run.
+    The optimized HLO has to be equal, with all constants. So have the arguments that
+    the programs take, and the functions that they call back. Names of functions, scopes
+    and instructions may differ, and lines of the source. Nothing is run.
 
     >>> import jax.numpy as jnp
     >>> from flax_sg import linen as nn
@@ -74,6 +74,8 @@ def assert_same_program(
         raise _differ(
             f'use different arguments: leaves {first.takes} and {second.takes}'
         )
+    if None not in (first.calls, second.calls) and first.calls != second.calls:
+        raise _differ('call back different functions, or print other texts')
 
 
 def _differ(difference: str) -> errors.ExpectationError:
@@ -88,8 +90,8 @@ def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> st
 
     The parameters of a computation come first, by their index. Instructions and
     computations are numbered in the order of their first use. So programs that differ
-    in names alone have equal texts. Functions of Python that a program calls back are
-    not in its text.
+    in names alone have equal texts. Functions of Python that a
+    program calls back are not in its text; ``assert_same_program`` compares them, too.
 
     Args:
         fn: a function or a compiled program, as for ``assert_same_program``.
@@ -101,10 +103,14 @@ def optimized_hlo(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> st
 
 
 class _Compiled(NamedTuple):
-    """A compiled program: its text, and the arguments that it takes."""
+    """A compiled program: its text, the arguments it takes, and what it calls back.
+
+    What it calls back is not known of a program that somebody else has compiled.
+    """
 
     text: str
     takes: list[int]
+    calls: list[Any] | None
 
 
 def _check_functions(call: str, *functions: Any) -> None:
@@ -116,12 +122,13 @@ def _check_functions(call: str, *functions: Any) -> None:
 
 def _compiled(fn: Callable[..., PyTree], *args: Any, **kwargs: Any) -> _Compiled:
     # Functions of nnx.jit have stages that hold those of JAX.
-    compiled = getattr(fn, 'compiled', fn)
+    calls, compiled = None, getattr(fn, 'compiled', fn)
     if not isinstance(compiled, jax.stages.Compiled):
         jitted: Any = fn if hasattr(fn, 'trace') else jax.jit(fn)
-        lowered = jitted.trace(*args, **kwargs).lower()
-        compiled = getattr(lowered, 'lowered', lowered).compile()
-    return _Compiled(_text_of(compiled), jaxprs.kept_arguments(compiled))
+        traced = jitted.trace(*args, **kwargs)
+        traced = getattr(traced, 'traced', traced)
+        calls, compiled = callbacks_in(traced.jaxpr), traced.lower().compile()
+    return _Compiled(_text_of(compiled), jaxprs.kept_arguments(compiled), calls)
 
 
 def _text_of(compiled: Any) -> str:

@@ -26,7 +26,7 @@ from flax_sg import linen as nn
 from flax_sg.internals import (
     lifting,
     modules,
-    partial_evaluation,
+    partial_eval,
     patching,
     required,
     tracing,
@@ -127,10 +127,10 @@ HALVES: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(('name', 'other', 'said'), HALVES)
 def test_a_partial_evaluation_that_does_something_else(name, other, said, monkeypatch):
-    versions.check(partial_evaluation.PROGRAMS)
-    monkeypatch.setattr(partial_evaluation, name, other)
+    versions.check(partial_eval.PROGRAMS)
+    monkeypatch.setattr(partial_eval, name, other)
     with pytest.raises(errors.UnsupportedVersionError, match=said):
-        versions.check(partial_evaluation.PROGRAMS, 'sg.precompute')
+        versions.check(partial_eval.PROGRAMS, 'sg.precompute')
 
 
 ATTRIBUTES = [

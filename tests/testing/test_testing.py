@@ -102,18 +102,33 @@ def test_constants_are_part_of_a_program():
         testing.assert_same_program(lambda x: x * one, lambda x: x * other, one)
 
 
+def first(value):
+    return lambda x: (jax.debug.callback(lambda v: print(v, value), x), x)[1]
+
+
 DIFFERENT = {
     'parameters': (lambda p, x: p['a'] * x, lambda p, x: p['b'] * x),
     'arguments': (lambda p, x: p['a'], lambda p, x: x),
+    'callbacks': (
+        lambda p, x: jax.pure_callback(np.sin, x, x),
+        lambda p, x: jax.pure_callback(np.cos, x, x),
+    ),
+    'prints': (
+        lambda p, x: (jax.debug.print('a {}', x), x)[1],
+        lambda p, x: (jax.debug.print('b {}', x), x)[1],
+    ),
+    'closures': (lambda p, x: first(1)(x), lambda p, x: jax.jit(first(2))(x)),
 }
 
 
 @pytest.mark.parametrize('name', DIFFERENT)
-def test_arguments_are_compared(name):
+def test_arguments_and_callbacks_are_compared(name):
     one, other = DIFFERENT[name]
     params = {'a': X, 'b': X}
     testing.assert_same_program(one, jax.jit(lambda p, x: one(p, x)), params, X)
-    with pytest.raises(errors.ExpectationError, match='different arguments'):
+    with pytest.raises(
+        errors.ExpectationError, match=r'different (arguments|functions)'
+    ):
         testing.assert_same_program(one, other, params, X)
 
 
