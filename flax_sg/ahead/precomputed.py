@@ -35,7 +35,7 @@ class Precomputed(InNotebooks):
 
     ``print`` shows a table: each value that is kept, its bytes, and the line that makes
     it; the share of the flops that is done once; why a frozen module is computed at
-    each step; and what mixes the examples of a batch in what is kept.
+    each step; and whether what is kept belongs to a batch as a whole.
     """
 
     _trace: Trace
@@ -278,7 +278,7 @@ def precompute(
         each: the positions, or names, of other arguments that change: keys, a step, a
             state.
         examples: whether all data hold examples along their first axis. Then all that
-            is kept has this axis in front, and its rows may be shuffled, stored and
+            is kept has this axis in front, and examples may be shuffled, stored and
             indexed. ``early`` and ``late`` take as many examples as were traced. What
             reads no data is made at each step.
         **kwargs: keyword arguments of the function. They are given by name to

@@ -192,7 +192,7 @@ class Report:
             of_kept = sum(bytes_of(split.avals[n]) for n in read & others)
             if own and are_weights and not is_shared and 0 < of_kept * _TIMES <= size:
                 fewer, weights = fewer - size, weights | own
-        if fewer * _TIMES > self._kept:
+        if not weights or fewer * _TIMES > self._kept:
             return ''
         names = ', '.join(sorted({repr(self._roots[n].name) for n in weights}))
         return (
