@@ -118,6 +118,9 @@ CASES: dict[str, Any] = {
     'a program of another argument': lambda: testing.assert_same_program(
         lambda x, y: x, lambda x, y: y, SHAPES, SHAPES
     ),
+    'a program that prints something else': lambda: testing.assert_same_program(
+        lambda x: jax.debug.print('a'), lambda x: jax.debug.print('b'), SHAPES
+    ),
     'another part trained': lambda: testing.assert_trains_only(loss, 'body', PARAMS),
     'the other part of one that depends on data': frozen_but_what_is_live,
     'no parameters': lambda: sg.gradient_flow(loss, None),
