@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import pkgutil
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from flax import linen
 
@@ -50,5 +51,7 @@ def _names_of_linen() -> frozenset[str]:
 
     The import of linen, to look, would replace methods of Flax.
     """
-    text = (pkgutil.get_data('flax_sg', 'linen.py') or b'').decode()
+    text = ''
+    with contextlib.suppress(OSError):  # A package in an archive has no files.
+        text = (Path(__file__).parents[1] / 'linen.py').read_text(encoding='utf-8')
     return frozenset([*dir(linen), *re.findall(r' as ([A-Za-z]\w+)$', text, re.M)])
