@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import resource
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -209,6 +210,33 @@ def test_a_file_of_another_process_stays_for_an_hour(tmp_path: Path):
         os.utime(part, (time.time() - 7200 * (part is not young),) * 2)
     sg.store(of_pair, (X, Y), tmp_path, batch_size=4)
     assert young.exists() and of_others.exists() and not old.exists()
+
+
+def test_what_another_process_has_written_meanwhile(tmp_path: Path):
+    sg.store(of_pair, (X, Y), tmp_path / 'other', batch_size=2)
+    calls = []
+
+    def fun(x, y):
+        calls.append(y[0])
+        if y[0] == 0:
+            for n in (2, 4):
+                name = f'0000000{n}.npy'
+                shutil.copy(tmp_path / 'other' / name, tmp_path / 'rows' / name)
+        return of_pair(x, y)
+
+    (tmp_path / 'rows').mkdir()
+    assert_rows(sg.store(fun, (X, Y), tmp_path / 'rows', batch_size=2), 2 * X, Y)
+    assert calls == [0, 2, 6, 10]
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def link(*_):
+        raise OSError(errno.ENOTSUP, 'no links here')
+
+    monkeypatch.setattr(os, 'link', link)
+    for _ in range(2):
+        assert_rows(sg.store(of_pair, (X, Y), tmp_path, batch_size=4), 2 * X, Y)
+    assert not [*tmp_path.glob('*.part')]
 
 
 def test_a_missing_row_raises_when_it_is_read(tmp_path: Path):
