@@ -79,6 +79,10 @@ CASES: dict[str, Any] = {
         lambda: asked_in_levels(40),
         lambda: asked_in_levels(5),
     ),
+    'an optimizer before the model': (
+        lambda: nnx.Optimizer(optax.adam(0.1), model, wrt='kernel'),
+        lambda: nnx.Optimizer(model, optax.adam(0.1), wrt='kernel'),
+    ),
     'an optimizer of what is frozen': lambda: nnx.Optimizer(
         model, optax.sgd(0.1), wrt=~sg.live(loss, model)
     ),

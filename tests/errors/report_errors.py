@@ -14,7 +14,6 @@ from flax import nnx
 
 import flax_sg as sg
 from flax_sg import linen as nn
-from flax_sg import nnx as sg_nnx
 from flax_sg import testing
 
 PARAMS = {'head': jnp.ones(3), 'body': jnp.ones((4, 3))}
@@ -102,10 +101,6 @@ CASES: dict[str, Any] = {
     'a state before the parameters': (
         lambda: sg.adopt(optax.adam(0.1), optax.adam(0.1).init(PARAMS), PARAMS),
         lambda: sg.adopt(optax.adam(0.1), PARAMS, optax.adam(0.1).init(PARAMS)),
-    ),
-    'an optimizer before the model': (
-        lambda: sg_nnx.Optimizer(optax.adam(0.1), MODEL, wrt='kernel'),
-        lambda: sg_nnx.Optimizer(MODEL, optax.adam(0.1), wrt='kernel'),
     ),
     'a filter in the place of layers': (
         lambda: of_frozen_layers('**/kernel'),
