@@ -28,6 +28,7 @@ _WITHOUT_VARIABLES = (
     flax_errors.ScopeCollectionNotFound,
     flax_errors.ScopeParamNotFoundError,
     TypeError,
+    AttributeError,  # of flax 0.12.0, for an array
 )
 
 
@@ -73,7 +74,7 @@ class Function:
             out = self.run(*args, **kwargs)
         except _WITHOUT_VARIABLES as error:
             has_all = isinstance(args[0], Mapping) and (
-                'params' in args[0] or isinstance(error, TypeError)
+                'params' in args[0] or isinstance(error, (TypeError, AttributeError))
             )
             if self._module is None or has_all:
                 raise

@@ -422,6 +422,10 @@ def test_what_is_the_same_for_all_examples() -> None:
     )
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8),
+    reason='jax 0.7.2 cannot differentiate these losses: their axes are split',
+)
 def test_tokens_that_are_merged_on_a_mesh_of_explicit_axes() -> None:
     """JAX merges an axis that is split over devices only with those behind it."""
     mesh = jax.make_mesh((2,), ('data',), axis_types=(jax.sharding.AxisType.Explicit,))
