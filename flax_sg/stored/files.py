@@ -30,6 +30,8 @@ from flax_sg.internals.types import TreeDef
 _ABOUT = 'about.json'
 # Holds what is in no row, once.
 FIXED = 'fixed.npy'
+# The bytes of a row that takes no longer to copy than to ask for.
+_SMALL = 4096
 # The name of a file that is not whole yet.
 _PART = re.compile(r'(about\.json|fixed\.npy|\d{8,}\.npy)\.[0-9a-f]{32}\.part')
 
@@ -242,7 +244,8 @@ class Records:
         with missing, open(some.path, 'rb', buffering=0) as file:
             if file.read(self._begin) != self._header(some.rows):
                 return False
-            if 2 * len(some.places) > some.rows:  # Many rows are one read.
+            is_small = self._dtype.itemsize <= _SMALL
+            if is_small and 2 * len(some.places) > some.rows:  # One read for all.
                 records = np.fromfile(file, self._dtype, some.rows)
                 if len(records) < some.rows:
                     return False
