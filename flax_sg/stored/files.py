@@ -259,8 +259,9 @@ class Records:
                 return True
             for place, n in zip(some.places.tolist(), some.to.tolist(), strict=True):
                 file.seek(self._begin + place * self._dtype.itemsize)
-                if any(file.readinto(x[n].data) != x.shape[1] for x in raw.values()):
-                    return False
+                for array in raw.values():
+                    if file.readinto(array[n]) != array.shape[1]:
+                        return False
             return True
         return False
 
