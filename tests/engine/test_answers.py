@@ -26,6 +26,7 @@ import flax_sg as sg
 from flax_sg import errors, filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.described.modules import Do
 from tests.helpers.left_over import forget_contexts
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
@@ -262,19 +263,16 @@ def test_blocks_around_a_compiled_step(reads, around):
             assert len(TRACES) == traces
 
 
-class Writes(fnn.Module):
+def writes(self):
     """Writes the state of 'a' in every call, and reads that of 'b'."""
-
-    @fnn.compact
-    def __call__(self):
-        TRACES.append(None)
-        states = [self.variable('state', name, jnp.zeros, ()) for name in 'ab']
-        states[0].value = states[1].value + 1.0
+    TRACES.append(None)
+    states = [self.variable('state', name, jnp.zeros, ()) for name in 'ab']
+    states[0].value = states[1].value + 1.0
 
 
 @a_config
 def test_read_only_asks_its_filter_too(reads):
-    step = jax.jit(lambda state: Writes().apply({'state': state}, mutable='state')[1])
+    step = jax.jit(lambda state: Do(writes).apply({'state': state}, mutable='state')[1])
     state = {name: jnp.zeros(()) for name in 'ab'}
     for frozen, _ in phases(reads):
         for _ in range(3):
@@ -378,15 +376,14 @@ def test_answers_that_change_while_the_block_is_open(reads, opened_before):
 
 
 def test_a_variable_of_the_same_path_in_another_collection():
-    class Both(fnn.Module):
-        def __call__(self):
-            return [self.get_variable(name, 'w') for name in ('params', 'ema')]
+    def both(self):
+        return [self.get_variable(name, 'w') for name in ('params', 'ema')]
 
     names = {'ema'}
 
     def read(variables: Any) -> Any:
         with nn.stop_gradient(lambda path: path.collection in names, collections=True):
-            return sum(Both().apply(variables))
+            return sum(Do(both).apply(variables))
 
     grads = jax.grad(read)({'params': {'w': 1.0}, 'ema': {'w': 2.0}})
     assert grads == {'params': {'w': 1.0}, 'ema': {'w': 0.0}}

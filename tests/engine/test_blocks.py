@@ -25,20 +25,11 @@ from flax.core import Scope, freeze
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
-from tests.helpers import left_over, oracle, stepwise
+from tests.helpers import left_over, oracle, stepwise, tasks
+from tests.helpers.described import uses
 from tests.helpers.described.language import Program
-from tests.helpers.described.modules import Affine, Kid, param
-from tests.helpers.described.uses import (
-    PROGRAMS,
-    RNGS,
-    Route,
-    X,
-    both,
-    check,
-    eager,
-    initialization_is_that_without_blocks,
-    staged,
-)
+from tests.helpers.described.modules import Affine, Do, Kid, param
+from tests.helpers.described.uses import PROGRAMS, RNGS, Route, X, check
 from tests.helpers.left_over import assert_nothing_is_left
 
 ROWS = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -115,10 +106,11 @@ def test_a_block_is_open_while_its_generator_is_suspended():
     next(dropped)
     del dropped
     assert_nothing_is_left()
-    while_aside = _directly()
-    next(while_aside)
+    while_aside = [_directly(), _directly()]
+    assert [next(generator) for generator in while_aside] == ['a', 'a']
     with blocks.thread.only(()):  # As where a filter is asked.
-        while_aside.close()
+        while while_aside:
+            while_aside.pop().close()
     assert frozen() == ''
 
 
@@ -150,35 +142,19 @@ def test_a_block_around_an_event_loop():
         assert asyncio.run(main()) == ('a', 'a')
 
 
-async def holds(done):
-    with nn.stop_gradient('a/**'):
-        assert frozen() == 'a'
-        await done.wait()
-        return frozen()
-
-
-def beside_a_block(other: Any) -> None:
-    """Runs a task while another one waits in a block."""
-
-    async def runs(done):
-        other()
-        done.set()
-
-    async def main():
-        done = asyncio.Event()
-        return await asyncio.gather(holds(done), runs(done))
-
-    assert asyncio.run(main()) == ['a', None]
-
-
 def test_a_read_by_another_task_while_a_block_is_open():
+    def opens():
+        with nn.stop_gradient('b/**'):
+            frozen()
+
     def reads():
         init = functools.partial(MODEL.init, jax.random.key(0), ROWS)
-        for read in (lambda: apply(PARAMS), frozen, init):
+        for read in (lambda: apply(PARAMS), frozen, init, opens):
             with pytest.raises(errors.BlockError):
                 read()
 
-    beside_a_block(reads)
+    waits = nn.stop_gradient('a/**')
+    assert tasks.read_while_another_waits(waits, reads, frozen) == 'a'
 
 
 def test_a_predicate_that_reads_variables_itself():
@@ -285,19 +261,17 @@ def test_a_module_that_is_older_than_the_block_and_ends_in_it():
 def test_a_module_keeps_the_depth_of_the_apply_that_bound_it():
     """What another ``dense`` is given is no variable of the block's tree."""
 
-    class Binds(fnn.Module):
-        @fnn.compact
-        def __call__(self, bound):
-            if bound is None:
-                w = self.param('w', fnn.initializers.ones, (3,))
-                return DENSE.bind({'params': {**OF_DENSE, 'bias': w}})
-            return bound(ROWS)
+    def binds(self, bound):
+        if bound is None:
+            w = self.param('w', fnn.initializers.ones, (3,))
+            return DENSE.bind({'params': {**OF_DENSE, 'bias': w}})
+        return bound(ROWS)
 
     def loss(w, where):
         variables = {'params': {'w': w}}
-        bound = Binds().apply(variables, None)
+        bound = Do(binds).apply(variables, None)
         with nn.stop_gradient(where, unused='ignore'):
-            return jnp.sum(Binds().apply(variables, bound))
+            return jnp.sum(Do(binds).apply(variables, bound))
 
     w = jnp.ones(3)
     assert not oracle.is_zero(jax.grad(loss)(w, True))
@@ -518,20 +492,12 @@ few_routes = pytest.mark.parametrize('make', [ROUTES[name] for name in FEW], ids
 
 @routes
 def test_before_in_and_after(make):
-    check(make, PROGRAMS['some'], False, staged)
+    check(make, PROGRAMS['some'], False, uses.staged)
 
 
 @pytest.mark.parametrize('program', PROGRAMS.values(), ids=list(PROGRAMS))
 def test_programs(program):
-    check(ROUTES['shared by two'], program, ['params'], eager)
-
-
-class Below(nn.Module):
-    inner: Any
-
-    @nn.compact
-    def __call__(self, x):
-        return self.inner(x)
+    check(ROUTES['shared by two'], program, ['params'], uses.eager)
 
 
 @few_routes
@@ -539,7 +505,7 @@ def test_first_used_in_a_block_inside_another_module(make):
     """With everything mutable, and paths that do not begin at the root."""
 
     def mounted(program):
-        return Below(make(program))
+        return Mount(make(program))
 
     check(mounted, PROGRAMS['nested, first in it'], True)
 
@@ -552,7 +518,7 @@ def test_closures_of_raw_transforms():
 
 @few_routes
 def test_initialization_is_that_without_blocks(make):
-    initialization_is_that_without_blocks(make)
+    uses.initialization_is_that_without_blocks(make)
 
 
 @pytest.mark.parametrize('name', ['shared by the parent', 'lifted child'])
@@ -591,16 +557,6 @@ stop = jax.lax.stop_gradient
 PARTS = {'w': jnp.array([1.0, 2.0, 3.0]), 'b': jnp.array([4.0, 1.0, 2.0])}
 
 
-class Do(nn.Module):
-    """Does something, given as a function of the module and its input."""
-
-    body: Callable[[Any, Any], Any]
-
-    @nn.compact
-    def __call__(self, x):
-        return self.body(self, x)
-
-
 def read(module: Any, name: str) -> Any:
     return module.get_variable('params', name)
 
@@ -621,8 +577,8 @@ def assert_same_program(
     def fn(body: Any) -> Any:
         return lambda params, x: done(body, params, x, mutable, **state)
 
-    actual = staged(both(fn(body)))(params, X)
-    oracle.assert_same(actual, staged(both(fn(by_hand)))(params, X))
+    actual = uses.staged(uses.both(fn(body)))(params, X)
+    oracle.assert_same(actual, uses.staged(uses.both(fn(by_hand)))(params, X))
 
 
 # Values: what readers are given is of the kind that they would have been given.
@@ -956,14 +912,6 @@ def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
         oracle.assert_same(pull_back(ones)[0], PARTS)
 
 
-def test_a_block_opened_by_another_task_while_one_is_open():
-    def opens():
-        with pytest.raises(errors.BlockError), nn.stop_gradient('b/**'):
-            frozen()
-
-    beside_a_block(opens)
-
-
 def test_a_block_closed_by_another_task():
     where = nn.stop_gradient('a/**')
 
@@ -977,27 +925,3 @@ def test_a_block_closed_by_another_task():
         return frozen()
 
     assert asyncio.run(main()) == ''
-
-
-def test_blocks_of_two_generators_that_are_closed_while_a_filter_is_asked():
-    rewrite, module, x = nn.stop_gradient('b'), Affine(), jnp.ones(2)
-    variables = oracle.init(module, jax.random.key(0), x)
-
-    def suspended():
-        with rewrite:
-            yield
-
-    generators = [suspended(), suspended()]
-    for generator in generators:
-        next(generator)
-
-    def closes(path):
-        while generators:
-            generators.pop().close()
-        return True
-
-    with nn.stop_gradient(closes):
-        module.apply(variables, x)
-    assert not blocks.thread.blocks
-    grads = jax.grad(lambda v: jnp.sum(module.apply(v, x)))(variables)
-    assert grads['params']['b'].tolist() == [1.0, 1.0]

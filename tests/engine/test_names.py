@@ -241,21 +241,6 @@ def test_a_second_function_of_the_same_code_is_checked():
         assert said == ('raised' if name == 'encodr' else '')
 
 
-def test_a_second_model_under_the_filter_of_the_first_warns_when_it_is_traced():
-    one, other = jitted('encoder'), jitted('backbone')
-    with nn.stop_gradient('encoder/**'):
-        one()
-    with (
-        pytest.warns(errors.NothingStoppedWarning) as caught,
-        nn.stop_gradient('encoder/**'),
-    ):
-        other()
-    text = str(caught[0].message)
-    assert "Glob('encoder/**') matches none of the 4 variables" in text
-    assert 'backbone/kernel' in text
-    assert 'open a block of its own for it' in text
-
-
 def test_a_compiled_program_beside_what_was_read_beside_it_before():
     # It warns at no time: a warning is an error in all tests.
     step, model, params = jitted('encoder'), MODELS['dense'], PARAMS['dense']

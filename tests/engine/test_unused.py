@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_sg import core, errors
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
 from tests.helpers import extents, oracle
@@ -107,16 +107,8 @@ def _mirror(where, **options):
     read(Mirrors())
 
 
-def _scopes(where, **options):
-    def fn(scope, x):
-        return Model(parent=scope)(x)
-
-    trace(flax.core.apply(core.stop_gradient(fn, where, **options)), VARIABLES, X)
-
-
 EXTENTS = {
     **{name: of_model(extent) for name, extent in extents.EXTENTS.items()},
-    'scopes': _scopes,
     'around init': around(lambda: trace(MODEL.init, jax.random.key(0), X)),
     'around jit': around(lambda: jax.jit(lambda v: MODEL.apply(v, X)).lower(VARIABLES)),
     'around bound': of_model(_bound),

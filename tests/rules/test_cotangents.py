@@ -18,6 +18,7 @@ from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.forms import blocks
 from tests.helpers import backward, extents, oracle, stepwise
+from tests.helpers.described.modules import Do
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -106,14 +107,12 @@ RULES: dict[str, Rule] = {
 
 
 def in_a_parent(rule: Any, params: Any, x: Any) -> Any:
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            cell = Cell(name='cell')
-            with rule('cell/'):
-                return cell(x)
+    def model(self, x):
+        cell = Cell(name='cell')
+        with rule('cell/'):
+            return cell(x)
 
-    return Model().apply({'params': {'cell': params}}, x)
+    return Do(model).apply({'params': {'cell': params}}, x)
 
 
 def on_a_tree(rule: Any, params: Any, x: Any) -> Any:
@@ -488,16 +487,14 @@ def test_small_cotangents_pass_a_clip_to_the_last_bit_and_zero_has_derivatives()
 def test_a_leaf_that_is_never_read():
     tree = {'a': jnp.ones(2), 'b': jnp.full(2, 3.0)}
 
-    class Reads(fnn.Module):
-        @fnn.compact
-        def __call__(self):
-            self.param('a', fnn.initializers.ones, (2,))
-            return jnp.sum(self.get_variable('params', 'a') ** 2)
+    def reads(self):
+        self.param('a', fnn.initializers.ones, (2,))
+        return jnp.sum(self.get_variable('params', 'a') ** 2)
 
     def grads(rule: Any) -> Any:
         def loss(tree: Any) -> Any:
             with rule:
-                return Reads().apply({'params': tree})
+                return Do(reads).apply({'params': tree})
 
         return jax.tree.map(lambda g: g.tolist(), jax.grad(loss)(tree))
 
