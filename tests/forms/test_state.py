@@ -13,7 +13,7 @@ from flax import linen
 import flax_sg as sg
 from flax_sg import errors, filters
 from flax_sg import linen as nn
-from tests.helpers import oracle
+from tests.helpers import oracle, stepwise
 from tests.helpers.described.modules import Do
 from tests.helpers.turns import in_turn
 
@@ -36,9 +36,6 @@ class Stage(linen.Module):
 
     @linen.compact
     def __call__(self, x, deterministic, average):
-        x = linen.MultiHeadDotProductAttention(2, dropout_rate=0.5, name='attention')(
-            x, deterministic=deterministic
-        )
         x = linen.Dropout(0.5)(jnp.tanh(linen.Dense(4)(x)), deterministic)
         x = linen.Dropout(0.5, deterministic=deterministic)(x)
         if not deterministic:  # As in a model that one may not edit.
@@ -74,7 +71,7 @@ def told(*fields: Any) -> Any:
 
 def run_stages(model: Any) -> Any:
     apply = functools.partial(model.apply, rngs=RNGS, mutable='batch_stats')
-    return jax.jit(apply)(variables_of_stages(), TOKENS)
+    return stepwise.evaluate(apply, variables_of_stages(), TOKENS)
 
 
 def static(lift: Any) -> Any:
