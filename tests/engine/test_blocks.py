@@ -25,7 +25,7 @@ from flax.core import Scope, freeze
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
-from tests.helpers import left_over, oracle, stepwise, tasks
+from tests.helpers import left_over, oracle, tasks
 from tests.helpers.described import uses
 from tests.helpers.described.language import Program
 from tests.helpers.described.modules import Affine, Do, Kid, param
@@ -671,55 +671,6 @@ def test_rule_10_a_bound_module_keeps_nothing_of_a_closed_block():
         return y + jnp.sum(bound(X))
 
     oracle.assert_same(jax.vmap(jax.grad(loss))(PARTS['w'][None]), X[None])
-
-
-# G1: random numbers and collections are as without the block.
-
-
-class Everything(nn.Module):
-    """Parameters, dropout, other streams, statistics, sown values, perturbations."""
-
-    block: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-        norm = nn.BatchNorm(use_running_average=False, name='norm')
-        drop = nn.Dropout(0.5, deterministic=False, name='drop')
-        for i in range(3):
-            with nn.stop_gradient(self.block) if i == 1 and self.block else no_block:
-                x = nn.Dense(3, name=f'dense_{i}')(norm(x) if i == 1 else x)
-                x = drop(x) + jax.random.normal(self.make_rng('noise'), x.shape)
-                self.sow('intermediates', 'x', x)
-                x = self.perturb(f'x_{i}', x)
-                count = self.variable('state', f'count_{i}', lambda: jnp.zeros(()))
-                count.value = count.value + 1.0
-        return x
-
-
-no_block = contextlib.nullcontext()
-BATCH = jnp.stack([X, X * 2.0, X - 1.0])
-
-
-def everything(block: Any) -> Any:
-    """What initialization gives, and ``done`` while it is differentiated."""
-    made = stepwise.evaluate(Everything(block).init_with_output, RNGS, BATCH)
-
-    def applied(params):
-        return Everything(block).apply(
-            {**made[1], 'params': params},
-            BATCH,
-            rngs=RNGS,
-            mutable=True,
-            capture_intermediates=True,
-        )
-
-    return made, stepwise.evaluate(lambda p: jax.vjp(applied, p)[0], made[1]['params'])
-
-
-def test_values_streams_and_collections_are_those_without_the_block():
-    plain = everything(None)
-    for block in (True, ['norm/*', 'dense_1/kernel']):
-        oracle.assert_same(everything(block), plain)
 
 
 # Paths: what a filter is told of a variable.

@@ -173,17 +173,16 @@ def _run_interrupted(
 # What opens and closes blocks, and what they call for that.
 IN_AND_OUT = frozenset(
     [
-        *('open_block', 'close_block', 'close_last', '_close', 'remove'),
-        *('forget_roots', 'set_blocks', 'only', '_resumed', 'leave'),
         *(
-            '_temporary',
-            'applies_changed',
-            'settle',
-            'begin',
-            'take',
-            'hold',
-            'give_back',
+            'open_block',
+            'close_block',
+            'close_last',
+            '_close',
+            'remove',
+            'forget_roots',
         ),
+        *('set_blocks', 'only', '_resumed', 'leave', '_temporary', 'applies_changed'),
+        *('settle', 'begin', 'take', 'hold', 'give_back'),
     ]
 )
 

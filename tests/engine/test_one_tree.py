@@ -151,27 +151,26 @@ WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
         x,
     ),
 }
+
+
+def named(path: Any) -> bool:
+    return path.name in ('kernel', 'down')
+
+
 # How a filter is written, and which variables of the model it stops.
+stop, not_bias = nn.stop_gradient, ~filters.as_filter('**/bias')
 BLOCKS: dict[str, tuple[Callable[..., Any], Callable[[str], bool]]] = {
-    'glob': (
-        lambda **kw: nn.stop_gradient('**/kernel', **kw),
-        lambda p: p.endswith('kernel'),
-    ),
-    'True': (lambda **kw: nn.stop_gradient(True, **kw), lambda p: True),
+    'glob': (functools.partial(stop, '**/kernel'), lambda p: p.endswith('kernel')),
+    'True': (functools.partial(stop, True), lambda p: True),
     'train_only': (
-        lambda **kw: nn.train_only('own/**', **kw),
+        functools.partial(nn.train_only, 'own/**'),
         lambda p: not p.startswith('own'),
     ),
     'function': (
-        lambda **kw: nn.stop_gradient(
-            lambda path: path.name in ('kernel', 'down'), **kw
-        ),
+        functools.partial(stop, named),
         lambda p: p.endswith(('kernel', 'down')),
     ),
-    'not': (
-        lambda **kw: nn.stop_gradient(~filters.as_filter('**/bias'), **kw),
-        lambda p: 'bias' not in p,
-    ),
+    'not': (functools.partial(stop, not_bias), lambda p: 'bias' not in p),
 }
 
 

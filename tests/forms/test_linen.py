@@ -17,12 +17,7 @@ from flax_sg.internals import patching
 
 # What flax_sg adds. Of the same name in flax.linen there must be none.
 OURS = {
-    'Frozen',
-    'mirror',
-    'read_only',
-    'stop_gradient',
-    'substitute',
-    'train_only',
+    *('Frozen', 'mirror', 'read_only', 'stop_gradient', 'substitute', 'train_only'),
     *('map_cotangent', 'scale_gradient', 'reverse_gradient', 'clip_gradient'),
     *('replace_cotangent', 'copy_cotangent', 'print_cotangent'),
 }

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen
+from flax.traverse_util import flatten_dict
 
 import flax_sg as sg
 from flax_sg import linen as nn
@@ -232,19 +233,10 @@ def test_nnx_in_linen_evaluates(method: Any, kwargs: Any) -> None:
         return  # It takes no flag.
     variables, by_hand = variables_of_stack(), Stack(nnx.Rngs(0))
     by_hand.eval()
-    kept = nnx.state(by_hand, (nnx.Param, nnx.BatchStat))
-    merged = {
-        n: {
-            part: {
-                **tree.get(part, {}),
-                **variables['batch_stats']['layers'][n].get(part, {}),
-            }
-            for part in ('linear', 'norm')
-        }
-        for n, tree in variables['params']['layers'].items()
-    }
-    nnx.replace_by_pure_dict(kept, {'layers': merged})
-    nnx.update(by_hand, kept)
+    for collection in ('params', 'batch_stats'):
+        for n, parts in variables[collection]['layers'].items():
+            for (part, name), value in flatten_dict(parts).items():
+                getattr(getattr(by_hand.layers[n], part), name)[...] = value
     out, updates = in_linen(
         lambda module: nn.Frozen(module, state='eval'),
         variables,

@@ -33,7 +33,7 @@ class Model(fnn.Module):
         self.last = self.variable('batch_stats', 'last', jnp.zeros, (2, 3))
 
     def __call__(self, x):
-        y = self.enc(x) * self.twice + self.last.value
+        y = self.perturb('y', self.enc(x) * self.twice + self.last.value)
         self.last.value = x + y
         self.sow('intermediates', 'hidden', y)
         self.sow('intermediates', 'key', jax.random.key_data(self.make_rng('dropout')))
@@ -158,12 +158,12 @@ def by_hand(by: Any, params: Any) -> Any:
     )
 
 
-MUTABLE = ['batch_stats', 'intermediates']
+MUTABLE = ['batch_stats', 'intermediates', 'perturbations']
 
 
 def plain(params: Any, x: Any) -> Any:
-    variables = {**VARIABLES, 'params': params}
-    return MODEL.apply(variables, x, rngs={'dropout': RNGS['dropout']}, mutable=MUTABLE)
+    variables, rngs = {**VARIABLES, 'params': params}, {'dropout': RNGS['dropout']}
+    return MODEL.apply(variables, x, rngs=rngs, mutable=MUTABLE)
 
 
 @functools.cache

@@ -127,10 +127,8 @@ def bodies(
             if isinstance(kid.spec, Composite):
                 possible -= {'custom_vjp'}  # Flax itself leaks tracers of scans.
             if kid.wraps or kid.frozen or mirror or isinstance(kid.spec, Composite):
-                possible -= {
-                    'jax.jit',
-                    'jax.checkpoint',
-                }  # What setup makes would leak.
+                # What setup makes would leak.
+                possible -= {'jax.jit', 'jax.checkpoint'}
             lift = draw(st.sampled_from(('', *sorted(possible))))
         return Use(index, lift, mirror)
 
