@@ -173,16 +173,9 @@ def _run_interrupted(
 # What opens and closes blocks, and what they call for that.
 IN_AND_OUT = frozenset(
     [
-        *(
-            'open_block',
-            'close_block',
-            'close_last',
-            '_close',
-            'remove',
-            'forget_roots',
-        ),
+        *('open_block', 'close_block', 'close_last', '_close', 'remove', 'begin'),
         *('set_blocks', 'only', '_resumed', 'leave', '_temporary', 'applies_changed'),
-        *('settle', 'begin', 'take', 'hold', 'give_back'),
+        *('forget_roots', 'settle', 'take', 'hold', 'give_back'),
     ]
 )
 

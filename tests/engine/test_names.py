@@ -175,26 +175,25 @@ def fresh_loss() -> Any:
     return jax.jit(lambda params: loss('extra', params))
 
 
-@functools.cache
-def by_hand(run: str, model: str, name: str, kept: bool) -> Any:
-    """The gradients with the layers of a name stopped, or all others."""
+def stopped_by_hand(model: str, name: str, kept: bool) -> Callable[[Any], Any]:
+    """The loss with the layers of a name stopped, or all others."""
 
     def selects(path: str) -> bool:
         return (path.split('/')[0] == name) != kept
 
-    return RUNS[run](lambda p: loss(model, oracle.stopped(p, selects)))(PARAMS[model])
+    return lambda params: loss(model, oracle.stopped(params, selects))
+
+
+@functools.cache
+def by_hand(run: str, *how: Any) -> Any:
+    return RUNS[run](stopped_by_hand(*how))(PARAMS[how[0]])
 
 
 @functools.cache
 def expected_of(follower: str, block: str) -> Any:
-    def by_hand(params: Any) -> Any:
-        def selects(path: str) -> bool:
-            return path.startswith('extra/') != (block == 'train_only')
-
-        return loss('extra', oracle.stopped(params, selects))
-
     if block != 'scale_gradient':
-        return FOLLOWERS[follower](jax.jit(by_hand), PARAMS['extra'])
+        by_hand = jax.jit(stopped_by_hand('extra', 'extra', block == 'train_only'))
+        return FOLLOWERS[follower](by_hand, PARAMS['extra'])
     found = FOLLOWERS[follower](fresh_loss(), PARAMS['extra'])
     if isinstance(found, dict):  # Half of a float is exact.
         found['extra'] = jax.tree.map(lambda g: g * 0.5, found['extra'])

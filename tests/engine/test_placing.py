@@ -22,7 +22,7 @@ import pytest
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import backward, oracle, stepwise
-from tests.helpers.described.modules import Do
+from tests.helpers.described.modules import Cell, Do
 from tests.helpers.turns import in_turn
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
@@ -45,15 +45,6 @@ RULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 every_rule = pytest.mark.parametrize(('rule', 'hand'), RULES.values(), ids=list(RULES))
 ROW = {'w': jnp.array([[0.5, -1.5, 2.0]])}
-
-
-class Cell(fnn.Module):
-    """Uses one of its layers twice."""
-
-    @fnn.compact
-    def __call__(self, x):
-        a, b = fnn.Dense(3, name='a'), fnn.Dense(3, name='b')
-        return x + a(jnp.tanh(b(jnp.tanh(a(x)))))
 
 
 class Loops(fnn.Module):

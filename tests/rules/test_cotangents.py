@@ -18,17 +18,10 @@ from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.forms import blocks
 from tests.helpers import backward, extents, oracle, stepwise
-from tests.helpers.described.modules import Do
+from tests.helpers.described.modules import Cell, Do
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-
-
-class Cell(fnn.Module):
-    @fnn.compact
-    def __call__(self, x):
-        a, b = fnn.Dense(3, name='a'), fnn.Dense(3, name='b')
-        return x + a(jnp.tanh(b(jnp.tanh(a(x)))))
 
 
 PARAMS = oracle.init(Cell(), jax.random.key(0), X)['params']

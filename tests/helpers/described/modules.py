@@ -25,6 +25,15 @@ class Do(linen.Module):
         return self.body(self, *args)
 
 
+class Cell(linen.Module):
+    """Uses one of its layers twice."""
+
+    @linen.compact
+    def __call__(self, x):
+        a, b = linen.Dense(3, name='a'), linen.Dense(3, name='b')
+        return x + a(jnp.tanh(b(jnp.tanh(a(x)))))
+
+
 class Affine(linen.Module):
     """Reads its parameters at each call."""
 
