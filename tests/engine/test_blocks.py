@@ -130,16 +130,29 @@ def test_a_block_closed_by_another_thread_or_read_there():
         assert frozen() == 'a'
 
 
-def test_a_block_around_an_event_loop():
-    async def main():
-        await asyncio.sleep(0)
-        return frozen(), await asyncio.create_task(child())
+def test_tasks_in_a_block_are_covered_and_none_closes_a_block_of_another():
+    where = nn.stop_gradient('a/**')
 
-    async def child():
+    async def reads():
         return frozen()
 
-    with nn.stop_gradient('a/**'):
+    async def opens():
+        where.__enter__()
+
+    async def main():
+        await asyncio.sleep(0)
+        return frozen(), await asyncio.create_task(reads())
+
+    with where:
         assert asyncio.run(main()) == ('a', 'a')
+
+    async def closes():
+        await asyncio.create_task(opens())
+        with pytest.raises(errors.BlockError):
+            where.__exit__(None, None, None)
+        return frozen()
+
+    assert asyncio.run(closes()) == ''
 
 
 def test_a_read_by_another_task_while_a_block_is_open():
@@ -861,18 +874,3 @@ def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
         ones = jax.tree.map(jnp.zeros_like, out)
         ones[1]['params'] = {'kid': PARTS}
         oracle.assert_same(pull_back(ones)[0], PARTS)
-
-
-def test_a_block_closed_by_another_task():
-    where = nn.stop_gradient('a/**')
-
-    async def opens():
-        where.__enter__()
-
-    async def main():
-        await asyncio.create_task(opens())
-        with pytest.raises(errors.BlockError):
-            where.__exit__(None, None, None)
-        return frozen()
-
-    assert asyncio.run(main()) == ''

@@ -123,20 +123,17 @@ def test_paths_begin_at_each_linen_module():
 
 
 def test_a_block_around_a_compiled_program_is_silent():
-    """It reads nothing when it runs again: the model has linen in it."""
-    model, step = InNNX(Net()), nnx.jit(nnx.grad(loss_of))
-    for _ in range(2):
-        with nn.stop_gradient(True):
-            step(model)
-
-
-def test_a_block_around_a_compiled_program_of_linen_is_silent_beside_nnx():
+    """It reads nothing when it runs again: linen is in it, in NNX or beside it."""
     net, beside = Net(), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     variables = oracle.init(net, jax.random.key(0), X)
-    step = jax.jit(lambda v: net.apply(v, beside(X), mutable=['batch_stats'])[0])
-    for _ in range(2):
-        with nn.stop_gradient(True):
-            step(variables)
+    of_linen = jax.jit(lambda v: net.apply(v, beside(X), mutable=['batch_stats'])[0])
+    for step, given in (
+        (nnx.jit(nnx.grad(loss_of)), InNNX(Net())),
+        (of_linen, variables),
+    ):
+        for _ in range(2):
+            with nn.stop_gradient(True):
+                step(given)
 
 
 def test_variables_of_nnx_are_out_of_reach_and_that_raises():
