@@ -340,12 +340,10 @@ def made_at_first_use(module):
 def closure(module):
     kid = Kid(name='kid')
 
-    class Inner(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return kid(x) * param(self, 'w')
+    def inner(self, x):
+        return kid(x) * param(self, 'w')
 
-    return Inner(name='inner')
+    return Do(inner, name='inner')
 
 
 def shared_by_two(module):
@@ -636,20 +634,18 @@ def test_the_callers_variables_are_never_touched():
 def test_rule_2_reading_the_tree_does_not_stop_a_child_of_a_child_for_good():
     """Flax fills the parents' caches when a child's collection is looked up."""
 
-    class Middle(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Kid(name='kid')(x)
+    def middle(self, x):
+        return Kid(name='kid')(x)
 
     def body(module, x):
         with nn.stop_gradient(True):
             y = module.variables['params']['middle']['kid']['w'] * x
             z = module.scope.root.variables()['params']['middle']['kid']['b']
-        return y * z, Middle(name='middle')(x)
+        return y * z, Do(middle, name='middle')(x)
 
     def by_hand(module, x):
         kid = stop(module.variables['params']['middle']['kid'])
-        return kid['w'] * x * kid['b'], Middle(name='middle')(x)
+        return kid['w'] * x * kid['b'], Do(middle, name='middle')(x)
 
     assert_same_program(body, by_hand, {'middle': {'kid': PARTS}})
 
@@ -689,20 +685,6 @@ def test_rule_10_a_bound_module_keeps_nothing_of_a_closed_block():
 # Paths: what a filter is told of a variable.
 
 
-class Named(nn.Module):
-    """Makes something, and opens a block around its use."""
-
-    where: Any
-    make: Callable[[], Callable[[Any], Any]]
-    collections: Any = 'params'
-
-    @nn.compact
-    def __call__(self, x):
-        use = self.make()
-        with nn.stop_gradient(self.where, collections=self.collections):
-            return use(x)
-
-
 class Mount(nn.Module):
     enc: Any
 
@@ -711,21 +693,18 @@ class Mount(nn.Module):
         return self.enc(x)
 
 
-class SharedCell(nn.Module):
-    """A recurrent layer in ``enc`` whose cell belongs to the root."""
+def mounted(make: Any, collections: Any = 'params') -> Callable[[Any], nn.Module]:
+    """A block around the use of a module, in a module that is mounted."""
 
-    where: Any
+    def model(where: Any) -> nn.Module:
+        def opens(module, x):
+            use = make()
+            with nn.stop_gradient(where, collections=collections):
+                return use(x)
 
-    @nn.compact
-    def __call__(self, x):
-        rnn = nn.RNN(nn.SimpleCell(3, name='cell'), name='rnn')
-        return Named(self.where, lambda: rnn, name='enc')(jnp.stack([x, x]))
+        return Mount(Do(opens))
 
-
-def mounted(
-    make: Callable[[], Any], collections: Any = 'params'
-) -> Callable[[Any], nn.Module]:
-    return lambda where: Mount(Named(where, make, collections))
+    return model
 
 
 class InLifted(nn.Module):
@@ -751,13 +730,6 @@ def in_enc(*paths: str) -> set[tuple[str, str]]:
 
 PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
     'mounted': (mounted(lambda: Kid(name='kid')), in_enc('kid/w', 'kid/b')),
-    'a cell of the parent': (
-        SharedCell,
-        {
-            (f'/cell/{path}', f'cell/{path}')
-            for path in ('i/kernel', 'i/bias', 'h/kernel')
-        },
-    ),
     # What is lifted becomes a method of the module that it is a function of.
     'in a lifted function of a child': (
         lambda where: Mount(InLifted(where)),

@@ -837,13 +837,11 @@ def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
 
     counted = counting_tanh()
 
-    class Layer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return counted(fnn.Dense(3, kernel_init=drawn)(x))
+    def layer(self, x):
+        return counted(fnn.Dense(3, kernel_init=drawn)(x))
 
     def model(self, x):
-        a, b = Layer(name='a'), Layer(name='b')
+        a, b = Do(layer, name='a'), Do(layer, name='b')
         with nn.stop_gradient('a/**'):
             x = b(a(x))
         with nn.scale_gradient(lambda path: path.startswith('b/'), 2.0):
@@ -940,9 +938,6 @@ def test_a_late_rule_keeps_the_rule_of_its_block():
     chex.assert_trees_all_close(jax.grad(loss)(PARAMS, values), of_others)
 
 
-SPLIT = {'params': False}
-
-
 def test_a_rule_in_the_body_of_a_scan_reads_what_the_body_was_handed():
     class Cell(fnn.Module):
         @fnn.compact
@@ -961,7 +956,7 @@ def test_a_rule_in_the_body_of_a_scan_reads_what_the_body_was_handed():
             scaled.defvjp(lambda y: (scaled(y), None), backward)
             return scaled(carry) + x, None
 
-    lifted = fnn.scan(Cell, variable_broadcast='params', split_rngs=SPLIT)
+    lifted = fnn.scan(Cell, **oracle.SHARED)
 
     def model(self, x):
         cell = lifted(name='cell')
@@ -980,14 +975,12 @@ def test_equal_filters_of_two_modules_share_what_is_traced():
     """Or every jitted helper would be traced again for each module of a large model."""
     helper = counting_tanh()
 
-    class Opener(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('dense/kernel'):
-                return helper(fnn.Dense(3, name='dense')(x))
+    def opener(self, x):
+        with nn.stop_gradient('dense/kernel'):
+            return helper(fnn.Dense(3, name='dense')(x))
 
     def model(self, x):
-        return Opener(name='b')(Opener(name='a')(x))
+        return Do(opener, name='b')(Do(opener, name='a')(x))
 
     Do(model).init(jax.random.key(0), X)
     assert len(TRACES) == 1
