@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from flax.core.scope import Scope
 
-from flax_sg import filters
+from flax_sg import errors, filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
 from tests.helpers.described.modules import Do
@@ -351,6 +351,15 @@ def test_setup_that_initializes_and_applies_other_modules(form, where):
 
 
 VARIABLES_OF_PLAIN = oracle.init(PLAIN, jax.random.key(3), X)
+
+
+def test_a_block_of_everything_around_an_inner_tree_alone_warns():
+    def outer(self, variables, x):
+        with nn.stop_gradient(True):
+            return PLAIN.apply(variables, x)
+
+    with pytest.warns(errors.NothingStoppedWarning, match=r'sg\.stop_gradient\(tree'):
+        Do(outer).apply({}, VARIABLES_OF_PLAIN, X)
 
 
 def test_what_was_bound_before_or_outside_is_covered_inside_of_an_apply():
