@@ -41,16 +41,8 @@ class Layer(linen.Module):
         return self.dense(x * self.w2 + self.w) + b
 
 
-def numbers(seed: int) -> Any:
-    params = jax.eval_shape(lambda: Layer().init(KEY, X))['params']
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return treedef.unflatten(
-        [jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
-    )
-
-
-PARAMS, OTHERS = numbers(1), numbers(2)
+PARAMS = oracle.init(Layer(), KEY, X)['params']
+OTHERS = jax.tree.map(jnp.cos, PARAMS)
 plain = Layer()
 
 
@@ -75,15 +67,6 @@ def some(tree: Any) -> Any:
 
 def merged(tree: Any, part: Any) -> Any:
     return {**tree, **part, 'dense': {**tree['dense'], **part.get('dense', {})}}
-
-
-# What is read, as an argument of ``substitute`` and by hand.
-
-
-# The blocks: each calls the student under the values.
-
-
-# Of the other blocks see test_rewrites.py.
 
 
 # Transforms: what runs in the extent is lifted, or the extent is.
@@ -163,9 +146,6 @@ def test_a_block_in_the_body_of_a_scan_sees_the_slice() -> None:
         return stepwise.evaluate(step, STACKED, STACKED_OTHERS)
 
     assert_same(grads(fn), grads(by_hand))
-
-
-# Where values are computed.
 
 
 # Caches.
