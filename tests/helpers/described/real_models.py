@@ -68,10 +68,7 @@ def make(kid: language.Part, **fields: Any) -> linen.Module:
 
 
 # Those of JAX, around a function of ``x`` that reads a bound module.
-RAW: dict[str, Callable[[Any], Any]] = {
-    'jax.jit': jax.jit,
-    'jax.checkpoint': jax.checkpoint,
-}
+RAW: dict[str, Any] = {'jax.jit': jax.jit, 'jax.checkpoint': jax.checkpoint}
 # No variables can be created in these.
 NOT_AT_INIT = ('scan', 'vmap', 'cond', 'while_loop', 'map_variables', *RAW)
 
