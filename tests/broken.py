@@ -172,16 +172,24 @@ def _try(faults: Sequence[Any], results: Results, options: Any) -> None:
 def put_in(copy: Path, fault: Any) -> Iterator[None]:
     """Changes a file of the copy for a while; its time tells Python of the change."""
     file = copy / 'flax_sg' / fault.file
-    text, times = file.read_text(), file.stat()
+    text = file.read_text()
     if text.count(fault.text) != 1:
         sys.exit(f'{fault.name}: its text does not stand once in {fault.file}.')
-    file.write_text(text.replace(fault.text, fault.other))
+    with other_text(file, text.replace(fault.text, fault.other)):
+        yield
+
+
+@contextlib.contextmanager
+def other_text(file: Path, text: str) -> Iterator[None]:
+    """Another text in a file, for a while."""
+    before, times = file.read_text(), file.stat()
+    file.write_text(text)
     later = next(_moments)
     os.utime(file, (later, later))
     try:
         yield
     finally:
-        file.write_text(text)
+        file.write_text(before)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
@@ -227,17 +235,10 @@ class Runs:
 
     def _passes_without(self, test: str, fault: Any) -> bool:
         if test not in self._passes:
-            file = self.copy / 'flax_sg' / fault.file
-            broken = file.read_text()
-            file.write_text((ROOT / 'flax_sg' / fault.file).read_text())
-            later = next(_moments)
-            os.utime(file, (later, later))
-            self._passes[test] = not self._run([test.removesuffix(' (does not end)')])[
-                0
-            ]
-            file.write_text(broken)
-            later = next(_moments)
-            os.utime(file, (later, later))
+            whole = (ROOT / 'flax_sg' / fault.file).read_text()
+            with other_text(self.copy / 'flax_sg' / fault.file, whole):
+                failed, _ = self._run([test.removesuffix(' (does not end)')])
+            self._passes[test] = not failed
         return self._passes[test]
 
     def _run(self, tests: Sequence[str]) -> tuple[str, float]:

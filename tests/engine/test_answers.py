@@ -26,6 +26,7 @@ import flax_sg as sg
 from flax_sg import errors, filters
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.described.modules import Do
 from tests.helpers.left_over import forget_contexts
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
@@ -262,19 +263,16 @@ def test_blocks_around_a_compiled_step(reads, around):
             assert len(TRACES) == traces
 
 
-class Writes(fnn.Module):
+def writes(self):
     """Writes the state of 'a' in every call, and reads that of 'b'."""
-
-    @fnn.compact
-    def __call__(self):
-        TRACES.append(None)
-        states = [self.variable('state', name, jnp.zeros, ()) for name in 'ab']
-        states[0].value = states[1].value + 1.0
+    TRACES.append(None)
+    states = [self.variable('state', name, jnp.zeros, ()) for name in 'ab']
+    states[0].value = states[1].value + 1.0
 
 
 @a_config
 def test_read_only_asks_its_filter_too(reads):
-    step = jax.jit(lambda state: Writes().apply({'state': state}, mutable='state')[1])
+    step = jax.jit(lambda state: Do(writes).apply({'state': state}, mutable='state')[1])
     state = {name: jnp.zeros(()) for name in 'ab'}
     for frozen, _ in phases(reads):
         for _ in range(3):
@@ -378,15 +376,14 @@ def test_answers_that_change_while_the_block_is_open(reads, opened_before):
 
 
 def test_a_variable_of_the_same_path_in_another_collection():
-    class Both(fnn.Module):
-        def __call__(self):
-            return [self.get_variable(name, 'w') for name in ('params', 'ema')]
+    def both(self):
+        return [self.get_variable(name, 'w') for name in ('params', 'ema')]
 
     names = {'ema'}
 
     def read(variables: Any) -> Any:
         with nn.stop_gradient(lambda path: path.collection in names, collections=True):
-            return sum(Both().apply(variables))
+            return sum(Do(both).apply(variables))
 
     grads = jax.grad(read)({'params': {'w': 1.0}, 'ema': {'w': 2.0}})
     assert grads == {'params': {'w': 1.0}, 'ema': {'w': 0.0}}
@@ -398,7 +395,19 @@ OTHERS = Net(('c', 'd'))
 
 
 def test_a_filter_that_knows_one_of_two_models():
-    """It raises for the paths of the other model: it was not made for these."""
+    """It raises for the paths of the other model: it was not made for these.
+
+    Opening asks of each variable once that was traced under the code of the function.
+    """
+    asked: list[str] = []
+
+    def of_a_table(table: Any) -> Any:
+        def where(path):
+            asked.append(path)
+            return table[path]
+
+        return nn.stop_gradient(where)
+
     theirs = {'c': PARAMS['a'], 'd': PARAMS['b']}
     tables = [
         {f'{name}/{leaf}': name == names[0] for name in names for leaf in PARAMS['a']}
@@ -407,16 +416,18 @@ def test_a_filter_that_knows_one_of_two_models():
     steps = [make_step(), make_step(OTHERS)]
     for _ in range(3):
         for step, params, table in zip(steps, (PARAMS, theirs), tables, strict=True):
-            with nn.stop_gradient(lambda path, table=table: table[path]):
+            asked.clear()
+            with of_a_table(table):
+                early = [*asked]
                 found = step(params)
+            assert len(early) == len(set(early))
             expected = by_hand(*inside('a'))
             oracle.assert_same(list(found.values()), list(expected.values()))
-    assert len(TRACES) == 2
+    assert early and len(TRACES) == 2
     # Where the model does read such a variable, the filter's own error comes out.
-    with pytest.raises(KeyError), nn.stop_gradient(lambda path: tables[0][path]):
-        steps[1](theirs)
-    with pytest.raises(KeyError), nn.stop_gradient(lambda path: tables[0][path]):
-        loss(theirs, OTHERS)
+    for run in (lambda: steps[1](theirs), lambda: loss(theirs, OTHERS)):
+        with pytest.raises(KeyError), of_a_table(tables[0]):
+            run()
 
 
 def test_a_lambda_in_a_cell_that_runs_again_traces_nothing():
@@ -465,31 +476,3 @@ def test_a_predicate_that_answers_by_chance_is_never_stale():
             found = step(PARAMS)
         frozen = [path for path, answer in said.items() if answer]
         oracle.assert_same(found, by_hand(*frozen))
-
-
-def test_a_function_that_knows_no_path_of_another_model_is_asked_once():
-    """Opening asks of each variable that was traced under the code of the function."""
-    asked: list[str] = []
-
-    def opening(names: Any) -> Any:
-        known = dict.fromkeys(names, True)
-
-        def of_a_table(path):
-            asked.append(path)
-            return known[path]
-
-        return nn.stop_gradient(of_a_table)
-
-    one, other = fnn.Dense(2), fnn.Sequential([fnn.Dense(2)])
-    x = jnp.ones(2)
-    for model, paths in (
-        (one, ['kernel', 'bias']),
-        (other, ['layers_0/kernel', 'layers_0/bias']),
-    ):
-        variables = oracle.init(model, jax.random.key(0), x)
-        asked.clear()
-        with opening(paths):
-            early = list(asked)
-            jax.jit(model.apply)(variables, x)
-        assert len(early) == len(set(early))
-    assert early

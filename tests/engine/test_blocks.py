@@ -25,20 +25,11 @@ from flax.core import Scope, freeze
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
-from tests.helpers import left_over, oracle, stepwise
+from tests.helpers import left_over, oracle, tasks
+from tests.helpers.described import uses
 from tests.helpers.described.language import Program
-from tests.helpers.described.modules import Affine, Kid, param
-from tests.helpers.described.uses import (
-    PROGRAMS,
-    RNGS,
-    Route,
-    X,
-    both,
-    check,
-    eager,
-    initialization_is_that_without_blocks,
-    staged,
-)
+from tests.helpers.described.modules import Affine, Do, Kid, param
+from tests.helpers.described.uses import PROGRAMS, RNGS, Route, X, check
 from tests.helpers.left_over import assert_nothing_is_left
 
 ROWS = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -115,10 +106,11 @@ def test_a_block_is_open_while_its_generator_is_suspended():
     next(dropped)
     del dropped
     assert_nothing_is_left()
-    while_aside = _directly()
-    next(while_aside)
+    while_aside = [_directly(), _directly()]
+    assert [next(generator) for generator in while_aside] == ['a', 'a']
     with blocks.thread.only(()):  # As where a filter is asked.
-        while_aside.close()
+        while while_aside:
+            while_aside.pop().close()
     assert frozen() == ''
 
 
@@ -138,47 +130,44 @@ def test_a_block_closed_by_another_thread_or_read_there():
         assert frozen() == 'a'
 
 
-def test_a_block_around_an_event_loop():
+def test_tasks_in_a_block_are_covered_and_none_closes_a_block_of_another():
+    where = nn.stop_gradient('a/**')
+
+    async def reads():
+        return frozen()
+
+    async def opens():
+        where.__enter__()
+
     async def main():
         await asyncio.sleep(0)
-        return frozen(), await asyncio.create_task(child())
+        return frozen(), await asyncio.create_task(reads())
 
-    async def child():
-        return frozen()
-
-    with nn.stop_gradient('a/**'):
+    with where:
         assert asyncio.run(main()) == ('a', 'a')
 
-
-async def holds(done):
-    with nn.stop_gradient('a/**'):
-        assert frozen() == 'a'
-        await done.wait()
+    async def closes():
+        await asyncio.create_task(opens())
+        with pytest.raises(errors.BlockError):
+            where.__exit__(None, None, None)
         return frozen()
 
-
-def beside_a_block(other: Any) -> None:
-    """Runs a task while another one waits in a block."""
-
-    async def runs(done):
-        other()
-        done.set()
-
-    async def main():
-        done = asyncio.Event()
-        return await asyncio.gather(holds(done), runs(done))
-
-    assert asyncio.run(main()) == ['a', None]
+    assert asyncio.run(closes()) == ''
 
 
 def test_a_read_by_another_task_while_a_block_is_open():
+    def opens():
+        with nn.stop_gradient('b/**'):
+            frozen()
+
     def reads():
         init = functools.partial(MODEL.init, jax.random.key(0), ROWS)
-        for read in (lambda: apply(PARAMS), frozen, init):
+        for read in (lambda: apply(PARAMS), frozen, init, opens):
             with pytest.raises(errors.BlockError):
                 read()
 
-    beside_a_block(reads)
+    waits = nn.stop_gradient('a/**')
+    assert tasks.read_while_another_waits(waits, reads, frozen) == 'a'
 
 
 def test_a_predicate_that_reads_variables_itself():
@@ -285,19 +274,17 @@ def test_a_module_that_is_older_than_the_block_and_ends_in_it():
 def test_a_module_keeps_the_depth_of_the_apply_that_bound_it():
     """What another ``dense`` is given is no variable of the block's tree."""
 
-    class Binds(fnn.Module):
-        @fnn.compact
-        def __call__(self, bound):
-            if bound is None:
-                w = self.param('w', fnn.initializers.ones, (3,))
-                return DENSE.bind({'params': {**OF_DENSE, 'bias': w}})
-            return bound(ROWS)
+    def binds(self, bound):
+        if bound is None:
+            w = self.param('w', fnn.initializers.ones, (3,))
+            return DENSE.bind({'params': {**OF_DENSE, 'bias': w}})
+        return bound(ROWS)
 
     def loss(w, where):
         variables = {'params': {'w': w}}
-        bound = Binds().apply(variables, None)
+        bound = Do(binds).apply(variables, None)
         with nn.stop_gradient(where, unused='ignore'):
-            return jnp.sum(Binds().apply(variables, bound))
+            return jnp.sum(Do(binds).apply(variables, bound))
 
     w = jnp.ones(3)
     assert not oracle.is_zero(jax.grad(loss)(w, True))
@@ -353,12 +340,10 @@ def made_at_first_use(module):
 def closure(module):
     kid = Kid(name='kid')
 
-    class Inner(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return kid(x) * param(self, 'w')
+    def inner(self, x):
+        return kid(x) * param(self, 'w')
 
-    return Inner(name='inner')
+    return Do(inner, name='inner')
 
 
 def shared_by_two(module):
@@ -518,20 +503,12 @@ few_routes = pytest.mark.parametrize('make', [ROUTES[name] for name in FEW], ids
 
 @routes
 def test_before_in_and_after(make):
-    check(make, PROGRAMS['some'], False, staged)
+    check(make, PROGRAMS['some'], False, uses.staged)
 
 
 @pytest.mark.parametrize('program', PROGRAMS.values(), ids=list(PROGRAMS))
 def test_programs(program):
-    check(ROUTES['shared by two'], program, ['params'], eager)
-
-
-class Below(nn.Module):
-    inner: Any
-
-    @nn.compact
-    def __call__(self, x):
-        return self.inner(x)
+    check(ROUTES['shared by two'], program, ['params'], uses.eager)
 
 
 @few_routes
@@ -539,7 +516,7 @@ def test_first_used_in_a_block_inside_another_module(make):
     """With everything mutable, and paths that do not begin at the root."""
 
     def mounted(program):
-        return Below(make(program))
+        return Mount(make(program))
 
     check(mounted, PROGRAMS['nested, first in it'], True)
 
@@ -552,7 +529,7 @@ def test_closures_of_raw_transforms():
 
 @few_routes
 def test_initialization_is_that_without_blocks(make):
-    initialization_is_that_without_blocks(make)
+    uses.initialization_is_that_without_blocks(make)
 
 
 @pytest.mark.parametrize('name', ['shared by the parent', 'lifted child'])
@@ -591,16 +568,6 @@ stop = jax.lax.stop_gradient
 PARTS = {'w': jnp.array([1.0, 2.0, 3.0]), 'b': jnp.array([4.0, 1.0, 2.0])}
 
 
-class Do(nn.Module):
-    """Does something, given as a function of the module and its input."""
-
-    body: Callable[[Any, Any], Any]
-
-    @nn.compact
-    def __call__(self, x):
-        return self.body(self, x)
-
-
 def read(module: Any, name: str) -> Any:
     return module.get_variable('params', name)
 
@@ -621,8 +588,8 @@ def assert_same_program(
     def fn(body: Any) -> Any:
         return lambda params, x: done(body, params, x, mutable, **state)
 
-    actual = staged(both(fn(body)))(params, X)
-    oracle.assert_same(actual, staged(both(fn(by_hand)))(params, X))
+    actual = uses.staged(uses.both(fn(body)))(params, X)
+    oracle.assert_same(actual, uses.staged(uses.both(fn(by_hand)))(params, X))
 
 
 # Values: what readers are given is of the kind that they would have been given.
@@ -667,20 +634,18 @@ def test_the_callers_variables_are_never_touched():
 def test_rule_2_reading_the_tree_does_not_stop_a_child_of_a_child_for_good():
     """Flax fills the parents' caches when a child's collection is looked up."""
 
-    class Middle(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Kid(name='kid')(x)
+    def middle(self, x):
+        return Kid(name='kid')(x)
 
     def body(module, x):
         with nn.stop_gradient(True):
             y = module.variables['params']['middle']['kid']['w'] * x
             z = module.scope.root.variables()['params']['middle']['kid']['b']
-        return y * z, Middle(name='middle')(x)
+        return y * z, Do(middle, name='middle')(x)
 
     def by_hand(module, x):
         kid = stop(module.variables['params']['middle']['kid'])
-        return kid['w'] * x * kid['b'], Middle(name='middle')(x)
+        return kid['w'] * x * kid['b'], Do(middle, name='middle')(x)
 
     assert_same_program(body, by_hand, {'middle': {'kid': PARTS}})
 
@@ -717,70 +682,7 @@ def test_rule_10_a_bound_module_keeps_nothing_of_a_closed_block():
     oracle.assert_same(jax.vmap(jax.grad(loss))(PARTS['w'][None]), X[None])
 
 
-# G1: random numbers and collections are as without the block.
-
-
-class Everything(nn.Module):
-    """Parameters, dropout, other streams, statistics, sown values, perturbations."""
-
-    block: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-        norm = nn.BatchNorm(use_running_average=False, name='norm')
-        drop = nn.Dropout(0.5, deterministic=False, name='drop')
-        for i in range(3):
-            with nn.stop_gradient(self.block) if i == 1 and self.block else no_block:
-                x = nn.Dense(3, name=f'dense_{i}')(norm(x) if i == 1 else x)
-                x = drop(x) + jax.random.normal(self.make_rng('noise'), x.shape)
-                self.sow('intermediates', 'x', x)
-                x = self.perturb(f'x_{i}', x)
-                count = self.variable('state', f'count_{i}', lambda: jnp.zeros(()))
-                count.value = count.value + 1.0
-        return x
-
-
-no_block = contextlib.nullcontext()
-BATCH = jnp.stack([X, X * 2.0, X - 1.0])
-
-
-def everything(block: Any) -> Any:
-    """What initialization gives, and ``done`` while it is differentiated."""
-    made = stepwise.evaluate(Everything(block).init_with_output, RNGS, BATCH)
-
-    def applied(params):
-        return Everything(block).apply(
-            {**made[1], 'params': params},
-            BATCH,
-            rngs=RNGS,
-            mutable=True,
-            capture_intermediates=True,
-        )
-
-    return made, stepwise.evaluate(lambda p: jax.vjp(applied, p)[0], made[1]['params'])
-
-
-def test_values_streams_and_collections_are_those_without_the_block():
-    plain = everything(None)
-    for block in (True, ['norm/*', 'dense_1/kernel']):
-        oracle.assert_same(everything(block), plain)
-
-
 # Paths: what a filter is told of a variable.
-
-
-class Named(nn.Module):
-    """Makes something, and opens a block around its use."""
-
-    where: Any
-    make: Callable[[], Callable[[Any], Any]]
-    collections: Any = 'params'
-
-    @nn.compact
-    def __call__(self, x):
-        use = self.make()
-        with nn.stop_gradient(self.where, collections=self.collections):
-            return use(x)
 
 
 class Mount(nn.Module):
@@ -791,21 +693,18 @@ class Mount(nn.Module):
         return self.enc(x)
 
 
-class SharedCell(nn.Module):
-    """A recurrent layer in ``enc`` whose cell belongs to the root."""
+def mounted(make: Any, collections: Any = 'params') -> Callable[[Any], nn.Module]:
+    """A block around the use of a module, in a module that is mounted."""
 
-    where: Any
+    def model(where: Any) -> nn.Module:
+        def opens(module, x):
+            use = make()
+            with nn.stop_gradient(where, collections=collections):
+                return use(x)
 
-    @nn.compact
-    def __call__(self, x):
-        rnn = nn.RNN(nn.SimpleCell(3, name='cell'), name='rnn')
-        return Named(self.where, lambda: rnn, name='enc')(jnp.stack([x, x]))
+        return Mount(Do(opens))
 
-
-def mounted(
-    make: Callable[[], Any], collections: Any = 'params'
-) -> Callable[[Any], nn.Module]:
-    return lambda where: Mount(Named(where, make, collections))
+    return model
 
 
 class InLifted(nn.Module):
@@ -831,13 +730,6 @@ def in_enc(*paths: str) -> set[tuple[str, str]]:
 
 PATHS: dict[str, tuple[Callable[[Any], nn.Module], set[tuple[str, str]]]] = {
     'mounted': (mounted(lambda: Kid(name='kid')), in_enc('kid/w', 'kid/b')),
-    'a cell of the parent': (
-        SharedCell,
-        {
-            (f'/cell/{path}', f'cell/{path}')
-            for path in ('i/kernel', 'i/bias', 'h/kernel')
-        },
-    ),
     # What is lifted becomes a method of the module that it is a function of.
     'in a lifted function of a child': (
         lambda where: Mount(InLifted(where)),
@@ -954,50 +846,3 @@ def test_rule_9_what_apply_returns_is_what_is_stored(mutable, where):
         ones = jax.tree.map(jnp.zeros_like, out)
         ones[1]['params'] = {'kid': PARTS}
         oracle.assert_same(pull_back(ones)[0], PARTS)
-
-
-def test_a_block_opened_by_another_task_while_one_is_open():
-    def opens():
-        with pytest.raises(errors.BlockError), nn.stop_gradient('b/**'):
-            frozen()
-
-    beside_a_block(opens)
-
-
-def test_a_block_closed_by_another_task():
-    where = nn.stop_gradient('a/**')
-
-    async def opens():
-        where.__enter__()
-
-    async def main():
-        await asyncio.create_task(opens())
-        with pytest.raises(errors.BlockError):
-            where.__exit__(None, None, None)
-        return frozen()
-
-    assert asyncio.run(main()) == ''
-
-
-def test_blocks_of_two_generators_that_are_closed_while_a_filter_is_asked():
-    rewrite, module, x = nn.stop_gradient('b'), Affine(), jnp.ones(2)
-    variables = oracle.init(module, jax.random.key(0), x)
-
-    def suspended():
-        with rewrite:
-            yield
-
-    generators = [suspended(), suspended()]
-    for generator in generators:
-        next(generator)
-
-    def closes(path):
-        while generators:
-            generators.pop().close()
-        return True
-
-    with nn.stop_gradient(closes):
-        module.apply(variables, x)
-    assert not blocks.thread.blocks
-    grads = jax.grad(lambda v: jnp.sum(module.apply(v, x)))(variables)
-    assert grads['params']['b'].tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Bodies of lifted transforms: how they reach a module, and where the block opens.
+"""Lifted transforms in a block, and blocks in their bodies: how they reach a module.
 
 Each program is compared with one by hand: the same model without blocks, applied to
 parameters that are stopped, or replaced, for what is read in the block, and to all of
@@ -16,7 +16,8 @@ import pytest
 
 from flax_sg import linen as nn
 from tests.helpers import oracle
-from tests.helpers.lifts import LIFTS
+from tests.helpers.described import language, uses
+from tests.helpers.lifts import DERIVATIVES, LIFTS
 
 X = jnp.array([[1.0, 2.0, 3.0], [3.0, -1.0, 2.0]])
 BODIES = [lift for lift in LIFTS if lift != 'while_loop']  # It has no gradient.
@@ -179,3 +180,180 @@ def test_init_makes_what_it_makes_without_blocks(make, lift):
             model.init(jax.random.key(0), X),
             make(lift, reach).init(jax.random.key(0), X),
         )
+
+
+# Transforms of classes in a program, and blocks in their bodies.
+
+
+class Once(nn.Module):
+    """A body without blocks."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.tanh(nn.Dense(3, name='layer')(x))
+
+
+def renamed(old: str, new: str) -> Callable[[Any], Any]:
+    def walk(tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        return {new if k == old else k: walk(v) for k, v in tree.items()}
+
+    return walk
+
+
+def swapped(tree: Any) -> Any:
+    return {'params': tree.get('ema', {}), 'ema': tree.get('params', {})}
+
+
+names = renamed('core', 'kernel'), renamed('kernel', 'core')
+renames = functools.partial(nn.map_variables, mutable=True)
+CLASSES = {
+    'remat_scan': lambda cls: nn.remat_scan(cls, lengths=(2, 2)),
+    'renames': lambda cls: renames(cls, 'params', *names),
+    'swaps': lambda cls: renames(cls, ('params', 'ema'), swapped, swapped),
+}
+KERNEL = 0.1 * jnp.arange(9.0).reshape(3, 3)
+PART = {'part': {'layer': {'kernel': KERNEL, 'bias': jnp.arange(3.0)}}}
+# It cannot make its own.
+OF_BOTH = {'params': PART, 'ema': jax.tree.map(jnp.cos, PART)}
+
+
+class Around(uses.Route):
+    """A lifted class in a program; ``late``: it is made at its first use."""
+
+    lift: str = 'renames'
+    late: bool = False
+
+    def parts(self):
+        make = functools.cache(lambda: CLASSES[self.lift](Once)(name='part'))
+        if not self.late:
+            make()
+        return lambda x: make()(x)
+
+
+@pytest.mark.parametrize(
+    ('lift', 'kernel', 'variables'),
+    [
+        ('remat_scan', 'kernel', None),
+        ('renames', 'core', None),
+        ('swaps', 'kernel', OF_BOTH),
+    ],
+)
+def test_in_a_block(lift, kernel, variables):
+    kernels = language.Block(
+        language.Where('name', (kernel,), 'glob'), (uses.USE,), judged=True
+    )
+
+    def make(program):
+        return Around(program, lift)
+
+    uses.check(make, (uses.USE, kernels, uses.USE), True, variables=variables)
+
+
+def test_made_in_a_block():
+    def make(program):
+        return Around(program, late=True)
+
+    uses.check(make, (language.Block(language.EVERYTHING, (uses.USE,)), uses.USE), True)
+    uses.initialization_is_that_without_blocks(make)
+
+
+# A block in a lifted function, and around it. The owner of one in it is the module that
+# the function gets.
+
+
+class Lends(nn.Module):
+    lifted: Any
+    use: Any
+    around: Any = contextlib.nullcontext
+
+    @nn.compact
+    def __call__(self, x):
+        part = Once(name='part')
+        y = part(x)
+        with self.around():
+            z = self.lifted(self.use, part, y)
+        return y, z, part(y)
+
+
+def call(module, x):
+    return module(x)
+
+
+def in_a_block(module, x):
+    with nn.stop_gradient('**'):
+        return module(x)
+
+
+def by_hand(module, x):
+    params = oracle.stopped(module.variables['params'])
+    return module.clone(parent=None, name=None).apply({'params': params}, x)
+
+
+def forward(fn):
+    """What a loop has, of which there is no reverse mode."""
+    return lambda params, x: jax.jvp(
+        fn, (params, x), (jax.tree.map(jnp.cos, params), x)
+    )
+
+
+@pytest.mark.parametrize(
+    'lifted',
+    ['while_loop', *DERIVATIVES],
+)
+def test_in_a_lifted_function(lifted):
+    derivatives = forward if lifted == 'while_loop' else uses.both
+
+    def run(*how):
+        return uses.staged(
+            derivatives(uses.fn_of(Lends((LIFTS | DERIVATIVES)[lifted], *how)))
+        )(PART, uses.X)
+
+    expected = run(by_hand)
+    oracle.assert_same(run(in_a_block), expected)
+    if lifted != 'jvp':  # The tangents that it is given begin in the block.
+        oracle.assert_same(run(call, lambda: nn.stop_gradient('part/**')), expected)
+
+
+class Layer(nn.Module):
+    """A body of a lifted class, in which a module is used before, in and after."""
+
+    use: Any
+
+    @nn.compact
+    def __call__(self, x, _):
+        part = Once(name='part')
+        return part(self.use(part, part(x))), None
+
+
+scan = functools.partial(nn.scan, length=2, **oracle.STACKED)
+MAPPED: Any = {'in_axes': (0, None), 'axis_size': 2, **oracle.STACKED}
+
+
+@pytest.mark.parametrize(
+    'lift',
+    [
+        lambda cls: nn.vmap(scan(cls), **MAPPED),
+        lambda cls: scan(nn.vmap(cls, **MAPPED)),
+        lambda cls: scan(nn.remat(cls)),
+        lambda cls: nn.remat(scan(cls)),
+    ],
+    ids=['vmap of scan', 'scan of vmap', 'scan of remat', 'remat of scan'],
+)
+def test_in_a_lifted_class(lift):
+    xs = jnp.stack([uses.X, -uses.X])
+    variables = oracle.init(lift(Layer)(call), jax.random.key(0), xs, None)
+
+    def run(use, around=contextlib.nullcontext, selects=lambda path: False):
+        def fn(params, x):
+            params = oracle.stopped(params, selects)
+            with around():
+                return lift(Layer)(use).apply({'params': params}, x, None)[0], {}
+
+        return uses.staged(uses.both(fn))(variables['params'], xs)
+
+    oracle.assert_same(run(in_a_block), run(by_hand))
+    kernels = run(call, lambda: nn.stop_gradient('**/kernel'))
+    is_kernel = lambda path: path.endswith('kernel')  # noqa: E731
+    oracle.assert_same(kernels, run(call, selects=is_kernel))

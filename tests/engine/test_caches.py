@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import chex
 import flax.linen as fnn
 import jax
 import jax.export
@@ -26,6 +27,7 @@ from flax_sg.engine import blocks
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules
 from tests.helpers import oracle, stepwise
+from tests.helpers.described.modules import Do
 from tests.helpers.left_over import forget_contexts
 from tests.helpers.transforms import AROUND
 
@@ -222,16 +224,12 @@ class Compact(fnn.Module):
 
 
 def test_the_rule_of_a_custom_vjp_belongs_to_the_module_that_opened_the_block():
-    class Outer(fnn.Module):
-        how: str
-
-        @fnn.compact
-        def __call__(self, x):
-            return sum(Compact(self.how, name=name)(x) for name in ('part', 'other'))
-
     def slope(how):
+        def outer(self, x):
+            return sum(Compact(how, name=name)(x) for name in ('part', 'other'))
+
         def fn(params, x):
-            return jax.grad(lambda x: Outer(how).apply({'params': params}, x).sum())(x)
+            return jax.grad(lambda x: Do(outer).apply({'params': params}, x).sum())(x)
 
         return fn
 
@@ -342,24 +340,16 @@ def test_a_variable_written_and_read_in_one_jitted_class_at_different_paths():
             memory.value = x * 2.0
             return memory.value + x
 
-    class Opener(fnn.Module):
-        where: Any
-
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient(self.where, collections='memory', unused='ignore'):
+    def scale(where):
+        def opens(self, x):
+            with nn.stop_gradient(where, collections='memory', unused='ignore'):
                 return Writes(name='w')(x)
 
-    class Model(fnn.Module):
-        where: Any
+        def model(self, x):
+            return [Do(opens, name=name)(x) for name in 'ab']
 
-        @fnn.compact
-        def __call__(self, x):
-            return Opener(self.where, name='a')(x), Opener(self.where, name='b')(x)
-
-    def scale(model):
         def fn(x):
-            return model.apply({}, x, mutable=['memory'])[0]
+            return Do(model).apply({}, x, mutable=['memory'])[0]
 
         return [float(y[0, 0]) for y in jax.jvp(fn, (X,), (jnp.ones_like(X),))[1]]
 
@@ -371,7 +361,7 @@ def test_a_variable_written_and_read_in_one_jitted_class_at_different_paths():
         (lambda path: path.module == 'none', [3.0, 3.0]),
     ]
     for where, expected in cases:
-        assert scale(Model(where)) == expected
+        assert scale(where) == expected
 
 
 class Taps(fnn.Module):
@@ -399,15 +389,13 @@ def test_what_jitted_modules_make_shares_a_trace_unless_names_tell_it_apart(
 ):
     jitted = fnn.jit(Taps)
 
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            for name in 'abc':
-                x = jitted(name=name)(x)
-            return jnp.sum(x)
+    def model(self, x):
+        for name in 'abc':
+            x = jitted(name=name)(x)
+        return jnp.sum(x)
 
     with contextlib.nullcontext() if where is None else nn.stop_gradient(where):
-        made = jax.grad(Model().init_with_output, argnums=1, has_aux=True)
+        made = jax.grad(Do(model).init_with_output, argnums=1, has_aux=True)
         found, _ = made(jax.random.key(0), X)
     assert len(TRACES) == traces
     oracle.assert_same(found, jnp.full_like(X, gradient))
@@ -821,18 +809,17 @@ def test_a_lifted_body_is_not_shared_by_blocks_of_other_collections(first):
 
     jitted = fnn.jit(Counts)
 
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x, collections):
-            state = self.variable('state', 'scale', lambda: jnp.float32(2.0))
-            with nn.stop_gradient(True, collections=collections):
-                x = jitted(name='counts')(x)
-            return x * state.value
+    def model(self, x, collections):
+        state = self.variable('state', 'scale', lambda: jnp.float32(2.0))
+        with nn.stop_gradient(True, collections=collections):
+            x = jitted(name='counts')(x)
+        return x * state.value
 
-    variables = oracle.init(Model(), jax.random.key(0), jnp.ones(2), 'params')
+    variables = oracle.init(Do(model), jax.random.key(0), jnp.ones(2), 'params')
 
     def loss(state: Any, names: Any) -> Any:
-        y, out = Model().apply({'state': state}, jnp.ones(2), names, mutable=['state'])
+        given, x = {'state': state}, jnp.ones(2)
+        y, out = Do(model).apply(given, x, names, mutable=['state'])
         return jnp.sum(y) + out['state']['counts']['n']
 
     for names in (first, 'params', True, 'params'):
@@ -850,48 +837,42 @@ def test_blocks_of_several_rules_in_a_model_trace_its_helpers_once():
 
     counted = counting_tanh()
 
-    class Layer(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return counted(fnn.Dense(3, kernel_init=drawn)(x))
+    def layer(self, x):
+        return counted(fnn.Dense(3, kernel_init=drawn)(x))
 
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            a, b = Layer(name='a'), Layer(name='b')
-            with nn.stop_gradient('a/**'):
-                x = b(a(x))
-            with nn.scale_gradient(lambda path: path.startswith('b/'), 2.0):
-                x = b(a(x))
-            with nn.clip_gradient('a/**', norm=1.0):
-                x = b(a(x))
-            with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
-                return jnp.sum(b(a(x)))
+    def model(self, x):
+        a, b = Do(layer, name='a'), Do(layer, name='b')
+        with nn.stop_gradient('a/**'):
+            x = b(a(x))
+        with nn.scale_gradient(lambda path: path.startswith('b/'), 2.0):
+            x = b(a(x))
+        with nn.clip_gradient('a/**', norm=1.0):
+            x = b(a(x))
+        with nn.stop_gradient('b/**'), nn.stop_gradient('a/**'):
+            return jnp.sum(b(a(x)))
 
-    variables = oracle.init(Model(), jax.random.key(0), X)
+    variables = oracle.init(Do(model), jax.random.key(0), X)
     counted.clear_cache()
     # For the shape, Flax traces initializers again: those of ``init`` are in the cache.
     drawn.clear_cache()
     drawn(jax.random.key(0), (3, 3), jnp.float32)
     TRACES.clear()
-    jax.jit(jax.grad(lambda v: Model().apply(v, X))).trace(variables)
+    jax.jit(jax.grad(lambda v: Do(model).apply(v, X))).trace(variables)
     # A block in another one has a number of its own.
     assert len(TRACES) == 2
 
 
 def test_an_initializer_that_reads_parameters_through_a_cached_trace():
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            self.param('w', fnn.initializers.ones, (3,))
-            reads = jax.jit(lambda x: x * self.get_variable('params', 'w'))
-            with nn.stop_gradient('w'):
-                b = self.param('b', lambda key: reads(x))
-                stopped = 2 * reads(x) * b
-            return jnp.sum(stopped + reads(x))
+    def model(self, x):
+        self.param('w', fnn.initializers.ones, (3,))
+        reads = jax.jit(lambda x: x * self.get_variable('params', 'w'))
+        with nn.stop_gradient('w'):
+            b = self.param('b', lambda key: reads(x))
+            stopped = 2 * reads(x) * b
+        return jnp.sum(stopped + reads(x))
 
     x, params = jnp.arange(1.0, 4), {'w': jnp.ones(3), 'b': jnp.ones(3)}
-    grads = jax.grad(lambda p: Model().apply({'params': p}, x))(params)
+    grads = jax.grad(lambda p: Do(model).apply({'params': p}, x))(params)
     oracle.assert_same(grads, {'w': x, 'b': 2 * x})
 
 
@@ -934,35 +915,12 @@ def test_a_helper_in_a_body_reads_what_a_block_brings(lift):
     assert run() == 1.0
 
 
-def test_other_values_in_a_rule_that_runs_when_the_trace_is_over():
-    class HasW(fnn.Module):
-        def __call__(self):
-            return self.get_variable('params', 'w')
-
-    stored = {'w': jnp.array(2.0)}
-
-    def w():
-        return HasW().apply({'params': stored})
-
-    @jax.custom_vjp
-    def fn(x):
-        return w() * x
-
-    fn.defvjp(lambda x: (fn(x), None), lambda _, ct: (w() * ct,))
-
-    @jax.jit
-    def loss(x):
-        with nn.substitute(lambda path, value: value + 3.0):
-            return fn(x)
-
-    assert jax.value_and_grad(loss)(3.0) == (15.0, 5.0)
-
-
 def test_a_late_rule_keeps_the_rule_of_its_block():
-    """The same variables are meant by a stop and by a factor."""
+    """The same variables are meant by a stop, by a factor and by other values."""
     forget_contexts()
     fn = jax.jit(late(summed, both=True))
     plain = jax.grad(summed)(PARAMS)['dense']
+    of_others = jax.grad(lambda p: summed(jax.tree.map(jnp.sin, p)))(PARAMS)
 
     def loss(params: Any, rewrite: Any) -> Any:
         with rewrite:
@@ -970,15 +928,14 @@ def test_a_late_rule_keeps_the_rule_of_its_block():
 
     stop = nn.stop_gradient('dense/kernel', unused='ignore')
     scale = nn.scale_gradient('dense/kernel', 2.0, unused='ignore')
-    for rewrite in (stop, scale):
+    values = nn.substitute(lambda path, leaf: jnp.sin(leaf))
+    for rewrite in (stop, scale, values):
         loss(PARAMS, rewrite)  # Traced, but not its backward rule.
     for rewrite, factor in ((scale, 2.0), (stop, 0.0), (scale, 2.0)):
         found = jax.grad(loss)(PARAMS, rewrite)['dense']
         assert jnp.allclose(found['kernel'], factor * plain['kernel'])
         assert jnp.allclose(found['bias'], plain['bias'])
-
-
-SPLIT = {'params': False}
+    chex.assert_trees_all_close(jax.grad(loss)(PARAMS, values), of_others)
 
 
 def test_a_rule_in_the_body_of_a_scan_reads_what_the_body_was_handed():
@@ -999,20 +956,18 @@ def test_a_rule_in_the_body_of_a_scan_reads_what_the_body_was_handed():
             scaled.defvjp(lambda y: (scaled(y), None), backward)
             return scaled(carry) + x, None
 
-    lifted = fnn.scan(Cell, variable_broadcast='params', split_rngs=SPLIT)
+    lifted = fnn.scan(Cell, **oracle.SHARED)
 
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            cell = lifted(name='cell')
-            for name in ('v', 'w', 'v'):
-                with nn.stop_gradient(lambda path, name=name: path.name == name):
-                    x, _ = cell(x, jnp.zeros(2))
-            return x
+    def model(self, x):
+        cell = lifted(name='cell')
+        for name in ('v', 'w', 'v'):
+            with nn.stop_gradient(lambda path, name=name: path.name == name):
+                x, _ = cell(x, jnp.zeros(2))
+        return x
 
-    variables = Model().init(jax.random.key(0), jnp.float32(1.0))
+    variables = Do(model).init(jax.random.key(0), jnp.float32(1.0))
     for _ in range(2):
-        grad = jax.grad(lambda x: Model().apply(variables, x))(jnp.float32(1.0))
+        grad = jax.grad(lambda x: Do(model).apply(variables, x))(jnp.float32(1.0))
         assert grad == 2.0**6
 
 
@@ -1020,16 +975,12 @@ def test_equal_filters_of_two_modules_share_what_is_traced():
     """Or every jitted helper would be traced again for each module of a large model."""
     helper = counting_tanh()
 
-    class Opener(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            with nn.stop_gradient('dense/kernel'):
-                return helper(fnn.Dense(3, name='dense')(x))
+    def opener(self, x):
+        with nn.stop_gradient('dense/kernel'):
+            return helper(fnn.Dense(3, name='dense')(x))
 
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return Opener(name='b')(Opener(name='a')(x))
+    def model(self, x):
+        return Do(opener, name='b')(Do(opener, name='a')(x))
 
-    Model().init(jax.random.key(0), X)
+    Do(model).init(jax.random.key(0), X)
     assert len(TRACES) == 1

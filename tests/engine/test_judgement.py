@@ -26,6 +26,7 @@ import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.described.modules import Do
 
 X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
 KEY = jax.random.key(0)
@@ -106,39 +107,29 @@ def run_apply(model: Any) -> None:
     model.apply({'params': params}, X)
 
 
-RUNS: dict[str, Callable[[Any], None]] = {
-    'init': run_init,
-    'jitted init': lambda model: jax.jit(model.init)(KEY, X),
-    'apply': run_apply,
-    'jitted apply': lambda model: jax.jit(lambda: run_apply(model))(),
-}
-in_runs = pytest.mark.parametrize(
+def run_jitted(model: Any) -> None:
+    jax.jit(lambda: run_apply(model))()
+
+
+@pytest.mark.parametrize(
     ('make', 'run'),
     [
-        (Later, 'init'),
-        (Mounted, 'jitted init'),
-        (Later, 'jitted apply'),
-        (Mounted, 'apply'),
+        (Later, run_init),
+        (Mounted, lambda model: jax.jit(model.init)(KEY, X)),
+        (Later, run_jitted),
+        (Mounted, run_apply),
     ],
 )
-
-
-@in_runs
-def test_what_is_made_after_the_block_exists(make, run):
-    # A name that is missing would raise.
-    RUNS[run](make('b/**'))
-    RUNS[run](make(['a/kernel', 'b/bias']))
-
-
-@in_runs
-def test_a_typo_raises_when_the_tree_is_complete(make, run):
+def test_a_name_is_judged_when_the_tree_is_complete(make, run):
+    """At the end of the block, the nearest path may be one that is made later."""
+    run(make('b/**'))  # A name that is missing would raise.
+    run(make(['a/kernel', 'b/bias']))
     reached: list[None] = []
     model = make(['a/**', 'bb/**'], reached=lambda: reached.append(None))
     with pytest.raises(errors.UnusedFilterError) as caught:
-        RUNS[run](model)
+        run(model)
     assert "'bb/**'" in str(caught.value)
-    if 'init' in run:
-        # Not at the end of the block: the nearest path is one that was made later.
+    if run not in (run_apply, run_jitted):
         assert reached
         assert "'b/" in str(caught.value)
 
@@ -401,37 +392,31 @@ def test_a_generator_collected_at_any_moment_locks_nothing():
     assert found.stdout.splitlines()[-1:] == ['ended'], found.stderr[-2000:]
 
 
-class TwoLayers(nn.Module):
-    fails: bool = False
-    has_second: bool = True
-    elsewhere: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(2, name='a')(x)
-        if self.elsewhere:  # A block around this model does not cover it.
-            nn.Dense(2, parent=None).init_with_output(KEY, x)
-        if self.fails:
-            raise RuntimeError('of the body')
-        return nn.Dense(2, name='b')(x) if self.has_second else x
-
-
 @pytest.mark.parametrize('unused', ['raise', 'ignore'])
 @pytest.mark.parametrize('elsewhere', [False, True])
 def test_the_exception_of_a_body_is_not_one_of_a_filter(unused, elsewhere):
     """The filter of a table knows what is read, and not what else there is."""
-    known = {'a/kernel': False, 'a/bias': False}
-    variables = oracle.init(TwoLayers(), KEY, X)
 
-    def run(**fields: Any) -> Any:
+    def layers(module, x, fails=False, has_second=True):
+        x = nn.Dense(2, name='a')(x)
+        if elsewhere:  # A block around this model does not cover it.
+            nn.Dense(2, parent=None).init_with_output(KEY, x)
+        if fails:
+            raise RuntimeError('of the body')
+        return nn.Dense(2, name='b')(x) if has_second else x
+
+    known = {'a/kernel': False, 'a/bias': False}
+    variables = oracle.init(Do(layers), KEY, X)
+
+    def run(*how: Any) -> Any:
         with nn.stop_gradient(lambda path: known[path], unused=unused):
-            return TwoLayers(elsewhere=elsewhere, **fields).apply(variables, X)
+            return Do(layers).apply(variables, X, *how)
 
     with pytest.raises(RuntimeError, match='of the body') as info:
-        run(fails=True)
+        run(True)
     assert info.value.__context__ is None
     if unused == 'ignore':
-        assert run(has_second=False).shape == X.shape
+        assert run(False, False).shape == X.shape
 
 
 def test_a_program_that_another_thread_traced_meanwhile_under_the_same_number():

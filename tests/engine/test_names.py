@@ -175,26 +175,25 @@ def fresh_loss() -> Any:
     return jax.jit(lambda params: loss('extra', params))
 
 
-@functools.cache
-def by_hand(run: str, model: str, name: str, kept: bool) -> Any:
-    """The gradients with the layers of a name stopped, or all others."""
+def stopped_by_hand(model: str, name: str, kept: bool) -> Callable[[Any], Any]:
+    """The loss with the layers of a name stopped, or all others."""
 
     def selects(path: str) -> bool:
         return (path.split('/')[0] == name) != kept
 
-    return RUNS[run](lambda p: loss(model, oracle.stopped(p, selects)))(PARAMS[model])
+    return lambda params: loss(model, oracle.stopped(params, selects))
+
+
+@functools.cache
+def by_hand(run: str, *how: Any) -> Any:
+    return RUNS[run](stopped_by_hand(*how))(PARAMS[how[0]])
 
 
 @functools.cache
 def expected_of(follower: str, block: str) -> Any:
-    def by_hand(params: Any) -> Any:
-        def selects(path: str) -> bool:
-            return path.startswith('extra/') != (block == 'train_only')
-
-        return loss('extra', oracle.stopped(params, selects))
-
     if block != 'scale_gradient':
-        return FOLLOWERS[follower](jax.jit(by_hand), PARAMS['extra'])
+        by_hand = jax.jit(stopped_by_hand('extra', 'extra', block == 'train_only'))
+        return FOLLOWERS[follower](by_hand, PARAMS['extra'])
     found = FOLLOWERS[follower](fresh_loss(), PARAMS['extra'])
     if isinstance(found, dict):  # Half of a float is exact.
         found['extra'] = jax.tree.map(lambda g: g * 0.5, found['extra'])
@@ -239,21 +238,6 @@ def test_a_second_function_of_the_same_code_is_checked():
         where = FILTERS['function'](name)
         said = heard(nn.stop_gradient(where), step)
         assert said == ('raised' if name == 'encodr' else '')
-
-
-def test_a_second_model_under_the_filter_of_the_first_warns_when_it_is_traced():
-    one, other = jitted('encoder'), jitted('backbone')
-    with nn.stop_gradient('encoder/**'):
-        one()
-    with (
-        pytest.warns(errors.NothingStoppedWarning) as caught,
-        nn.stop_gradient('encoder/**'),
-    ):
-        other()
-    text = str(caught[0].message)
-    assert "Glob('encoder/**') matches none of the 4 variables" in text
-    assert 'backbone/kernel' in text
-    assert 'open a block of its own for it' in text
 
 
 def test_a_compiled_program_beside_what_was_read_beside_it_before():

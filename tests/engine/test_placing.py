@@ -22,6 +22,7 @@ import pytest
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import backward, oracle, stepwise
+from tests.helpers.described.modules import Cell, Do
 from tests.helpers.turns import in_turn
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
@@ -44,15 +45,6 @@ RULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 every_rule = pytest.mark.parametrize(('rule', 'hand'), RULES.values(), ids=list(RULES))
 ROW = {'w': jnp.array([[0.5, -1.5, 2.0]])}
-
-
-class Cell(fnn.Module):
-    """Uses one of its layers twice."""
-
-    @fnn.compact
-    def __call__(self, x):
-        a, b = fnn.Dense(3, name='a'), fnn.Dense(3, name='b')
-        return x + a(jnp.tanh(b(jnp.tanh(a(x)))))
 
 
 class Loops(fnn.Module):
@@ -131,20 +123,18 @@ def test_an_apply_in_the_body_of_a_scan_maps_each_step(rule, hand):
 
 @every_rule
 def test_two_blocks_in_one_apply_are_mapped_each_alone(rule, hand):
-    class Two(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            cell = Cell(name='cell')
-            with rule('cell/**'):
-                x = cell(x)
-            with rule('cell/**'):
-                return cell(x)
+    def two(self, x):
+        cell = Cell(name='cell')
+        with rule('cell/**'):
+            x = cell(x)
+        with rule('cell/**'):
+            return cell(x)
 
     def by_hand(p, x):
         cell = applied(Cell(), hand)
         return cell(p['cell'], cell(p['cell'], x))
 
-    assert_same_both(applied(Two()), by_hand, {'cell': variables(Cell())}, X)
+    assert_same_both(applied(Do(two)), by_hand, {'cell': variables(Cell())}, X)
 
 
 @every_rule
@@ -152,53 +142,53 @@ def test_values_read_in_a_block_and_applied_there_are_mapped_once(rule, hand):
     def use(cell, x):
         return Cell(parent=None).apply(cell.variables, x)
 
-    class Outer(fnn.Module):
-        use: Any
+    def unbound(cell, x):
+        module, variables = cell.unbind()
+        return jax.jit(module.apply)(variables, x)
 
-        @fnn.compact
-        def __call__(self, x):
+    def outer(use):
+        def call(self, x):
             with rule(True):  # for both applies
-                return self.use(Cell(name='cell'), x)
+                return use(Cell(name='cell'), x)
+
+        return applied(Do(call))
 
     def by_hand(p, x):
         return applied(Cell(), hand)(p['cell'], x)
 
     params = {'cell': variables(Cell())}
-    for model in Outer(use), Outer(fnn.remat(use)):
-        assert_same_both(applied(model), by_hand, params, X)
+    for way in use, unbound, fnn.remat(use):
+        assert_same_both(outer(way), by_hand, params, X)
 
 
 @every_rule
 def test_reads_in_raw_transforms_share_it(rule, hand):
-    class Raw(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            self.param('w', fnn.initializers.normal(), (1, 3))
-            with rule(True):
+    def raw(self, x):
+        self.param('w', fnn.initializers.normal(), (1, 3))
+        with rule(True):
 
-                def step(x, _):
-                    return x * self.get_variable('params', 'w'), None
+            def step(x, _):
+                return x * self.get_variable('params', 'w'), None
 
-                y = jax.lax.scan(step, x, None, length=2)[0]
-                z = jax.jit(lambda x: x * self.variables['params']['w'])(x)
-                return y + z + x * self.get_variable('params', 'w')
+            y = jax.lax.scan(step, x, None, length=2)[0]
+            z = jax.jit(lambda x: x * self.variables['params']['w'])(x)
+            return y + z + x * self.get_variable('params', 'w')
 
     def by_hand(p, x):
         w = hand(p)['w']
         y = jax.lax.scan(lambda x, _: (x * w, None), x, None, length=2)[0]
         return y + jax.jit(lambda x: x * w)(x) + x * w
 
-    assert_same_both(applied(Raw()), by_hand, ROW, X)
+    assert_same_both(applied(Do(raw)), by_hand, ROW, X)
 
 
 @every_rule
 def test_a_jitted_closure_in_two_blocks_is_mapped_in_each_alone(rule, hand):
-    class Holds(fnn.Module):
-        def __call__(self):
-            return self.get_variable('params', 'w')
+    def holds(self):
+        return self.get_variable('params', 'w')
 
     def ruled(p, x):
-        bound = Holds().bind({'params': p})
+        bound = Do(holds).bind({'params': p})
         fn = jax.jit(lambda x: x * bound())
         with rule(True):
             y = fn(x)
@@ -232,26 +222,24 @@ def test_values_kept_by_setup_share_the_identity(rule, hand):
 
 
 def test_what_is_created_or_written_in_the_extent_is_left_alone_by_joint_rules():
-    class Writes(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            w = self.param('w', fnn.initializers.normal(), (1, 3))
-            if self.is_mutable_collection('params'):
-                self.put_variable('params', 'w', 2.0 * w)
-            return x * self.get_variable('params', 'w')
+    def writes(self, x):
+        w = self.param('w', fnn.initializers.normal(), (1, 3))
+        if self.is_mutable_collection('params'):
+            self.put_variable('params', 'w', 2.0 * w)
+        return x * self.get_variable('params', 'w')
 
     def loss(p, x):
         with nn.clip_gradient(True, global_norm=0.5):
-            return Writes().apply({'params': p}, x, mutable=['params'])[0]
+            return Do(writes).apply({'params': p}, x, mutable=['params'])[0]
 
     def by_hand(p, x):
         return x * (2.0 * backward.clipped_together(0.5, p)['w'])
 
     assert_same_both(loss, by_hand, ROW, X)
-    fresh = Writes().init(jax.random.key(0), X)
+    fresh = Do(writes).init(jax.random.key(0), X)
     with nn.clip_gradient(True, global_norm=0.5):
-        oracle.assert_same(Writes().init(jax.random.key(0), X), fresh)
-        jax.eval_shape(Writes().init, jax.random.key(0), X)
+        oracle.assert_same(Do(writes).init(jax.random.key(0), X), fresh)
+        jax.eval_shape(Do(writes).init, jax.random.key(0), X)
 
 
 def test_leaves_that_are_not_differentiated_do_not_count():
@@ -271,21 +259,19 @@ def test_leaves_that_are_not_differentiated_do_not_count():
 def test_examples_under_vmap_are_mapped_each_alone_where_weights_are_mapped_over():
     weights = {'w': jnp.array([[[0.5, -1.5, 2.0]], [[1.0, 2.0, 3.0]]])}
 
-    class Scale(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            return x * self.param('w', fnn.initializers.normal(), (1, 3))
+    def scale(self, x):
+        return x * self.param('w', fnn.initializers.normal(), (1, 3))
 
     for name, (rule, hand) in RULES.items():
 
         def ruled(p, x, rule=rule):
             with rule(True):
-                return Scale().apply({'params': p}, x)
+                return Do(scale).apply({'params': p}, x)
 
         for p, axes in (weights, (0, 0)), ({'w': weights['w'][0]}, (None, 0)):
             actual, expected = (
                 both(jax.vmap(fn, axes), p, X[:, None])
-                for fn in (ruled, applied(Scale(), hand))
+                for fn in (ruled, applied(Do(scale), hand))
             )
             oracle.assert_same(actual, expected)
             assert np.all(np.isfinite(actual[0])), name
@@ -346,74 +332,44 @@ BODIES = {
 
 @pytest.mark.parametrize('name', BODIES)
 def test_rules_together_in_a_body_raise_and_around_it_are_those_by_hand(name):
-    class Body(fnn.Module):
-        rule: Any
+    nothing: Any = lambda where: contextlib.nullcontext()  # noqa: E731
 
-        @fnn.compact
-        def __call__(self, x, *_):
-            with self.rule('Dense_0/**'):
+    def model(rule: Any = nothing, around: Any = nothing) -> Any:
+        def body(self, x, *_):
+            with rule('Dense_0/**'):
                 return jnp.tanh(fnn.Dense(3)(x)), None
 
-    class Model(fnn.Module):
-        rule: Any
-        around: Any
+        def call(self, x):
+            with around('body/**'):
+                return BODIES[name](Do)(body, name='body')(x, None)[0]
 
-        @fnn.compact
-        def __call__(self, x):
-            with self.around('body/**'):
-                return BODIES[name](Body)(self.rule, name='body')(x, None)[0]
+        return Do(call)
 
-    def model(rule: Any, around: Any) -> Any:
-        return applied(Model(rule, around))
-
-    nothing: Any = lambda where: contextlib.nullcontext()  # noqa: E731
     x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
     if name == 'scan':
         x = x[0]
-    params = oracle.init(Model(nothing, nothing), jax.random.key(0), x)['params']
+    params = oracle.init(model(), jax.random.key(0), x)['params']
     clip = lambda where: nn.clip_gradient(where, global_norm=0.1)  # noqa: E731
     for rule in (clip, lambda _: nn.copy_cotangent({'Dense_0/bias': 'Dense_0/bias'})):
         with pytest.raises(errors.BlockError, match='in the body of a transform'):
-            jax.grad(lambda p: jnp.sum(model(rule, nothing)(p, x)))(params)  # noqa: B023
-
-    def by_hand(p: Any, x: Any) -> Any:
-        return model(nothing, nothing)(backward.clipped_together(0.1, p), x)
-
-    assert_same_both(model(nothing, clip), by_hand, params, x)
-
-
-@pytest.mark.parametrize('name', OF_EXAMPLES)
-def test_a_rule_with_a_number_of_each_example_of_each_batch(name):
-    rule, hand = OF_EXAMPLES[name]
-    xs = jnp.linspace(-0.5, 1.0, 48).reshape(2, 4, 2, 3)
-    params = oracle.init(DENSE, jax.random.key(0), xs)['params']
-
-    def ruled(p: Any, x: Any) -> Any:
-        with rule(jnp.sum(x**2)):
-            return squares(p, x)
-
-    def batch(p: Any) -> Any:
-        one = jax.vmap(jax.vmap(functools.partial(ruled, p)))
-        return jnp.sum(jax.checkpoint(one)(xs))
-
-    expected = of_each_example(hand, params, xs.reshape(8, 2, 3))
-    chex.assert_trees_all_close(jax.grad(batch)(params), expected, rtol=1e-5)
+            jax.grad(lambda p: jnp.sum(applied(model(rule))(p, x)))(params)  # noqa: B023
+    hand = functools.partial(backward.clipped_together, 0.1)
+    ours = model(around=clip)
+    assert_same_both(applied(ours), applied(model(), hand), params, x)
 
 
 def test_what_is_written_in_the_body_of_a_scan_is_mapped_in_each_step():
-    class Writes(fnn.Module):
-        factor: float | None
-
-        @fnn.compact
-        def __call__(self, x, c):
+    def writes(factor):
+        def call(self, x, c):
             def step(module, x, _):
-                value = c if self.factor is None else self.factor * c
-                module.put_variable('cache', 'c', value)
+                module.put_variable('cache', 'c', c if factor is None else factor * c)
                 return x * module.get_variable('cache', 'c'), None
 
             scan = fnn.scan(step, variable_axes={'cache': 0}, length=3)
             with nn.map_cotangent('c', square, collections='cache'):
                 return scan(self, x, None)[0]
+
+        return lambda x, c: Do(call).apply({}, x, c, mutable=['cache'])[0]
 
     def by_hand(x, c):
         def step(x, _):
@@ -422,54 +378,68 @@ def test_what_is_written_in_the_body_of_a_scan_is_mapped_in_each_step():
         return jax.lax.scan(step, x, None, length=3)[0]
 
     for factor in None, 1.0:
-        apply = functools.partial(Writes(factor).apply, {}, mutable=['cache'])
-        assert_same_both(lambda x, c, apply=apply: apply(x, c)[0], by_hand, X, ROW['w'])
+        assert_same_both(writes(factor), by_hand, X, ROW['w'])
 
 
-ALONE = [name for name in OF_EXAMPLES if name != 'global_norm']
-LIFTS = {'none': lambda cls: cls, 'remat': fnn.remat, 'jit': fnn.jit}
-
-
-@pytest.mark.parametrize(('name', 'lift'), in_turn(ALONE, LIFTS))
-def test_a_rule_with_a_number_of_each_example(name, lift):
+def of_module(lift: Any) -> Any:
     """JAX traces the identity once for a body, and batches its rule later."""
-    rule, hand = OF_EXAMPLES[name]
 
-    class Example(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
+    def loss(rule: Any, params: Any, xs: Any) -> Any:
+        def example(self, x):
             with rule(jnp.sum(x**2)):
                 return fnn.Dense(5)(x)
 
-    class Batch(fnn.Module):
-        @fnn.compact
-        def __call__(self, xs):
-            return fnn.vmap(Example, **oracle.MAPPED)(name='example')(xs)
+        def batch(self, xs):
+            return fnn.vmap(Do, **oracle.MAPPED)(example, name='example')(xs)
 
-    def loss(params: Any) -> Any:
         params = {'example': {'Dense_0': params}}
-        return jnp.sum(LIFTS[lift](Batch)().apply({'params': params}, xs) ** 2)
+        return jnp.sum(lift(Do)(batch).apply({'params': params}, xs) ** 2)
 
-    xs = jnp.linspace(-0.5, 1.0, 24).reshape(4, 2, 3)
+    return loss
+
+
+def batches(rule: Any, params: Any, xs: Any) -> Any:
+    """In a block around each example of each batch."""
+
+    def ruled(x: Any) -> Any:
+        with rule(jnp.sum(x**2)):
+            return squares(params, x)
+
+    one = jax.vmap(jax.vmap(ruled))
+    return jnp.sum(jax.checkpoint(one)(xs.reshape(2, 4, 2, 3)))
+
+
+LIFTS = {'none': lambda cls: cls, 'remat': fnn.remat, 'jit': fnn.jit}
+LOSSES = {name: of_module(lift) for name, lift in LIFTS.items()}
+EXAMPLES = in_turn([name for name in OF_EXAMPLES if name != 'global_norm'], LOSSES)
+
+
+@pytest.mark.parametrize(
+    ('name', 'loss'), [*EXAMPLES, *((name, 'batches') for name in OF_EXAMPLES)]
+)
+def test_a_rule_with_a_number_of_each_example(name, loss):
+    rule, hand = OF_EXAMPLES[name]
+    xs = jnp.linspace(-0.5, 1.0, 48).reshape(8, 2, 3)
     params = oracle.init(DENSE, jax.random.key(0), xs)['params']
+    loss = {**LOSSES, 'batches': batches}[loss]
+    found = jax.grad(functools.partial(loss, rule))(params, xs)
     expected = of_each_example(hand, params, xs)
-    chex.assert_trees_all_close(jax.grad(loss)(params), expected)
+    rtol = 1e-5 if loss is batches else 1e-6
+    chex.assert_trees_all_close(found, expected, rtol=rtol)
 
 
 @pytest.mark.parametrize('around', [lambda fn: fn, jax.checkpoint, jax.jit])
 def test_a_norm_of_weights_of_which_some_belong_to_an_example(around):
-    class Example(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            w = self.param('w', fnn.initializers.ones, (3,))
-            own = self.variable('own', 'w', jnp.ones, (3,))
-            return jnp.sum(x * w * own.value)
+    def example(self, x):
+        w = self.param('w', fnn.initializers.ones, (3,))
+        own = self.variable('own', 'w', jnp.ones, (3,))
+        return jnp.sum(x * w * own.value)
 
     @around
     def batch(variables: Any) -> Any:
         def one(own: Any, x: Any) -> Any:
             with nn.clip_gradient(True, global_norm=0.5, collections=True):
-                return Example().apply({**variables, 'own': own}, x)
+                return Do(example).apply({**variables, 'own': own}, x)
 
         return jnp.sum(jax.vmap(one)(variables['own'], xs))
 

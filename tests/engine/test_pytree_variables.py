@@ -16,6 +16,7 @@ import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.described.modules import Do
 from tests.helpers.left_over import forget_contexts
 from tests.helpers.profile import LONG
 
@@ -209,12 +210,9 @@ PARAMS = {'w': VALUES['tuple'], 'b': ones(9)}  # Of the model of a tuple.
 
 
 def test_a_dict_within_a_variable_keeps_its_order():
-    class Reads(nn.Module):
-        def __call__(self):
-            return [*self.get_variable('params', 'w')[1]]
-
+    names = Do(lambda module: [*module.get_variable('params', 'w')[1]])
     with nn.stop_gradient('w'):
-        assert Reads().apply({'params': {'w': VALUES['dict in a tuple']}}) == ['z', 'a']
+        assert names.apply({'params': {'w': VALUES['dict in a tuple']}}) == ['z', 'a']
 
 
 def test_what_names_nothing_raises_everywhere():
@@ -262,25 +260,14 @@ class Field:
     u: jax.Array
 
 
-class InModule(nn.Module):
+def in_module(module):
     """'w/u' is the parameter 'u' of the module 'w'."""
-
-    @nn.compact
-    def __call__(self):
-        class W(nn.Module):
-            @nn.compact
-            def __call__(self):
-                return self.param('u', nn.initializers.ones, (2,))
-
-        return W(name='w')()
+    return Do(lambda w: w.param('u', nn.initializers.ones, (2,)), name='w')()
 
 
-class InVariable(nn.Module):
+def in_variable(module):
     """'w/u' is a leaf of the parameter 'w'."""
-
-    @nn.compact
-    def __call__(self):
-        return self.param('w', lambda _: Field(jnp.ones(2))).u
+    return module.param('w', lambda _: Field(jnp.ones(2))).u
 
 
 @pytest.mark.parametrize(
@@ -289,7 +276,7 @@ class InVariable(nn.Module):
 )
 def test_a_path_that_is_a_leaf_here_and_a_parameter_there(how, order):
     forget_contexts()
-    models = InModule(), InVariable()
+    models = Do(in_module), Do(in_variable)
     variables = [model.init(jax.random.key(0)) for model in models]
     applies = [model.apply for model in models]
     if how == 'jitted':
@@ -305,6 +292,6 @@ def test_a_path_that_is_a_leaf_here_and_a_parameter_there(how, order):
         with nn.stop_gradient('w'):
             return sum(jnp.sum(read(n, variables[n])) for n in order)
 
-    in_module, in_variable = jax.grad(loss)(variables)
-    assert in_module['params']['w']['u'].tolist() == [1.0, 1.0]
-    assert in_variable['params']['w'].u.tolist() == [0.0, 0.0]
+    of_module, of_variable = jax.grad(loss)(variables)
+    assert of_module['params']['w']['u'].tolist() == [1.0, 1.0]
+    assert of_variable['params']['w'].u.tolist() == [0.0, 0.0]

@@ -17,6 +17,7 @@ import pytest
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.described.modules import Do
 
 W = jnp.array([1.0, -2.0])
 VARIABLES = {'params': {'w': W}}
@@ -143,14 +144,12 @@ def test_attributes_are_where_they_would_be():
 def test_a_deep_copy_of_a_bound_module_is_another_tree():
     """A block of a method of the one covers nothing of the other."""
 
-    class Beside(fnn.Module):
-        @fnn.compact
-        def __call__(self, other):
-            with nn.stop_gradient('w'):
-                return self.param('w', ones) * other.get_variable('params', 'w')
+    def beside(self, other):
+        with nn.stop_gradient('w'):
+            return self.param('w', ones) * other.get_variable('params', 'w')
 
     def loss(variables):
-        bound = Beside().bind(variables)
+        bound = Do(beside).bind(variables)
         return jnp.sum(bound(copy.deepcopy(bound)))
 
     oracle.assert_same(jax.grad(loss)(VARIABLES)['params']['w'], W)
@@ -287,12 +286,10 @@ class Holds(fnn.Module):
         return self.inner() if self.in_setup else ReadsInPostInit(name='inner')()
 
 
-class OwnBlock(fnn.Module):
-    @fnn.compact
-    def __call__(self):
-        inner = ReadsInPostInit(name='inner')
-        with nn.stop_gradient('inner/w'):
-            return inner()
+def own_block(self):
+    inner = ReadsInPostInit(name='inner')
+    with nn.stop_gradient('inner/w'):
+        return inner()
 
 
 def deeper(model: Any) -> Any:
@@ -342,7 +339,7 @@ def test_a_constructor_that_reads_what_setup_makes(way, around):
 
 
 def test_a_constructor_that_reads_before_a_block_and_in_wrappers():
-    assert oracle.is_zero(grads(deeper(OwnBlock())))
+    assert oracle.is_zero(grads(deeper(Do(own_block))))
     assert oracle.is_zero(grads(nn.Frozen(ReadsInPostInit()).apply))
     assert oracle.is_zero(grads(in_a_scan))
 

@@ -23,6 +23,7 @@ from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.engine import blocks
 from tests.helpers import oracle
+from tests.helpers.described import uses
 from tests.helpers.described.language import (
     EVERYTHING,
     Block,
@@ -30,21 +31,8 @@ from tests.helpers.described.language import (
     Where,
     without_blocks,
 )
-from tests.helpers.described.modules import Affine, Kid, param
-from tests.helpers.described.uses import (
-    PROGRAMS,
-    RNGS,
-    USE,
-    Route,
-    X,
-    both,
-    check,
-    expected,
-    fn_of,
-    initialization_is_that_without_blocks,
-    staged,
-    variables_of,
-)
+from tests.helpers.described.modules import Affine, Do, Kid, param
+from tests.helpers.described.uses import PROGRAMS, RNGS, USE, Route, X, check
 
 
 def noise(module: linen.Module) -> jax.Array:
@@ -278,38 +266,18 @@ class BlockInSetup(InSetup):
         self.w = param(self, 'w')
         self.b = param(self, 'b')
         self.h = self.w * self.b
-        with self.block('w'):
+        with self.block(['w', 'made']):
             self.z = self.stop(self.w) * self.b
             self.kid = Kid()
+            self.made = self.stop(param(self, 'made'))
             with self.block('b'):
                 self.x = self.stop(self.w) * self.stop(self.b)
-        self.after = self.w * self.z
-
-    def __call__(self, x):
-        return [(self.kid(x) * self.z, x * self.x, x * self.after * self.h)]
-
-
-class Reassigned(InSetup):
-    def setup(self):
-        self.w = param(self, 'w')
-        with self.block('w'):
-            self.h = self.stop(self.w) * 2.0
+        self.after = self.w * self.z * self.made
         self.w = self.w * 3.0
 
     def __call__(self, x):
-        return [(x * self.h, x * self.w)]
-
-
-class MadeInTheBlock(InSetup):
-    def setup(self):
-        self.b = param(self, 'b')
-        with self.block('w'):
-            self.w = self.stop(param(self, 'w'))
-            self.h = self.w * self.b
-        self.after = self.w * 2.0
-
-    def __call__(self, x):
-        return [(x * self.h, x * self.w, x * self.after)]
+        y = x * self.after * self.h * self.made
+        return [(self.kid(x) * self.z, x * self.x, y, x * self.w)]
 
 
 class SetUpInABlock(InSetup):
@@ -328,17 +296,15 @@ class SetUpInABlock(InSetup):
             return [x * self.kept]
 
 
-@pytest.mark.parametrize(
-    'cls', [BlockInSetup, MadeInTheBlock, Reassigned, SetUpInABlock]
-)
+@pytest.mark.parametrize('cls', [BlockInSetup, SetUpInABlock])
 def test_a_block_in_setup_of_a_module_used_in_blocks(cls):
     """Outside of all other blocks, what the block in setup stopped is stopped."""
     by_hand, with_blocks = outer(lambda _: cls(True)), outer(lambda _: cls())
     program = PROGRAMS['nested']
-    params = variables_of(with_blocks, program)['params']
-    wanted = expected(program, fn_of(by_hand(without_blocks(program))))
-    actual = staged(both(fn_of(with_blocks(program))))(params, X)
-    oracle.assert_same(actual, staged(both(wanted))(params, X))
+    params = uses.variables_of(with_blocks, program)['params']
+    wanted = uses.expected(program, uses.fn_of(by_hand(without_blocks(program))))
+    actual = uses.staged(uses.both(uses.fn_of(with_blocks(program))))(params, X)
+    oracle.assert_same(actual, uses.staged(uses.both(wanted))(params, X))
 
 
 # One array may be several variables, and what a stop has made of another one.
@@ -353,16 +319,14 @@ def test_a_value_of_the_parent_that_is_the_same_array_as_the_stopped_parameter()
         def __call__(self):
             return self.w, self.tied
 
-    class Parent(nn.Module):
-        @nn.compact
-        def __call__(self):
-            kid = Both(name='kid')
-            kid()  # Its setup runs before the block.
-            with nn.stop_gradient('kid/w'):
-                return kid()
+    def parent(self):
+        kid = Both(name='kid')
+        kid()  # Its setup runs before the block.
+        with nn.stop_gradient('kid/w'):
+            return kid()
 
     def fn(w):
-        return Parent().apply({'params': {'kid': {'w': w}, 'v': w}})
+        return Do(parent).apply({'params': {'kid': {'w': w}, 'v': w}})
 
     stopped, tied = jax.jvp(fn, (X,), (X,))[1]
     oracle.assert_same([stopped, tied], [jnp.zeros(3), X])
@@ -381,23 +345,21 @@ def test_a_variable_that_gets_the_array_of_a_parameter_later():
         def __call__(self):
             return self.w, self.kept
 
-    class Parent(nn.Module):
-        @nn.compact
-        def __call__(self):
-            first = Keeps(X, name='first')
+    def parent(self):
+        first = Keeps(X, name='first')
+        first()
+        with nn.stop_gradient('first/w'):
             first()
-            with nn.stop_gradient('first/w'):
-                first()
-            state = self.variable('state', 's', lambda: X)
-            state.value = self.variables['params']['second']['w']
-            second = Keeps(state.value, name='second')
-            second()
-            with nn.stop_gradient('second/w'):
-                return second()
+        state = self.variable('state', 's', lambda: X)
+        state.value = self.variables['params']['second']['w']
+        second = Keeps(state.value, name='second')
+        second()
+        with nn.stop_gradient('second/w'):
+            return second()
 
     def fn(w):
         params = {'first': {'w': 2 * w}, 'second': {'w': w}}
-        return Parent().apply({'params': params}, mutable=['state'])[0]
+        return Do(parent).apply({'params': params}, mutable=['state'])[0]
 
     stopped, kept = jax.jvp(jax.jit(fn), (X,), (X,))[1]
     oracle.assert_same([stopped, kept], [jnp.zeros(3), X])
@@ -430,16 +392,14 @@ def test_a_parameter_that_setup_reads_from_another_collection():
         def __call__(self):
             return self.w
 
-    class Parent(nn.Module):
-        @nn.compact
-        def __call__(self):
-            kid = Plain(name='kid')
-            with nn.substitute('ema'):
-                inside = kid()
-            return inside, kid()
+    def parent(self):
+        kid = Plain(name='kid')
+        with nn.substitute('ema'):
+            inside = kid()
+        return inside, kid()
 
     def fn(w):
-        return Parent().apply(
+        return Do(parent).apply(
             {'params': {'kid': {'w': w}}, 'ema': {'kid': {'w': 3 * w}}}
         )
 
@@ -456,7 +416,7 @@ def test_a_second_run_is_not_in_the_intermediates():
 
 @situations
 def test_initialization_is_that_without_blocks(make):
-    initialization_is_that_without_blocks(outer(make))
+    uses.initialization_is_that_without_blocks(outer(make))
 
 
 def writes_in_setup(module: Any) -> Any:
@@ -520,8 +480,8 @@ def test_what_is_made_of_numbers_is_other_numbers_for_other_values():
 @pytest.mark.parametrize('name', ['lambda', 'derived'])
 def test_no_tracer_outlives_its_trace(name):
     make, program = ROUTES[name], PROGRAMS['nested']
-    variables = variables_of(make, program)
-    fn = fn_of(make(program), ['params'], variables)
+    variables = uses.variables_of(make, program)
+    fn = uses.fn_of(make(program), ['params'], variables)
     jax.jit(jax.grad(lambda params: jnp.sum(fn(params, X)[0][1])))(variables['params'])
 
 
@@ -550,32 +510,6 @@ def test_a_kept_value_of_two_variables_depends_on_what_is_said_of_both():
         'a': [1.0, 1.0, 0.0, 1.0],
         'b': [0.0, 10.0, 10.0, 0.0],
     }
-
-
-def test_an_average_that_is_the_same_array_as_the_stopped_parameter():
-    class Both(nn.Module):
-        def setup(self):
-            self.w = param(self, 'w')
-            self.average = self.parent.get_variable('average', 'w')
-
-        def __call__(self, x):
-            return x * self.w, x * self.average
-
-    class Parent(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            kid = Both(name='kid')
-            with nn.stop_gradient('kid/w'):
-                inside = kid(x)
-            return *inside, *kid(x)
-
-    def fn(w):
-        variables = {'params': {'kid': {'w': w}}, 'average': {'w': X}}
-        return Parent().apply(variables, jnp.ones(3))
-
-    zero = jnp.zeros(3)
-    seeds = jnp.array([1.0, 2.0, 3.0])  # Of each output.
-    oracle.assert_same(oracle.grads(fn, X), [(zero,), (zero,), (seeds,), (zero,)])
 
 
 def test_nothing_is_kept_when_the_block_has_closed():
@@ -636,45 +570,22 @@ def test_a_long_block_keeps_no_parameters_of_a_setup_that_ran_again():
 
 
 def test_an_error_of_ours_in_a_second_run_is_the_one_that_is_raised():
-    class Uses(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            keeps = Keeps(name='keeps')
-            y = keeps(x)
-            with nn.substitute({'keeps': {'w': jnp.zeros(3)}}):
-                return y + keeps(x)
+    def model(self, x):
+        keeps = Keeps(name='keeps')
+        y = keeps(x)
+        with nn.substitute({'keeps': {'w': jnp.zeros(3)}}):
+            return y + keeps(x)
 
     with pytest.raises(errors.StructureError, match=r"'keeps/w' .* does not fit"):
-        Uses().apply({'params': {'keeps': {'w': jnp.ones(())}}}, jnp.ones(3))
-
-
-class Lazy:
-    """A helper that keeps what it made of a module at its first use."""
-
-    def __init__(self, module):
-        self.module = module
-
-    @functools.cached_property
-    def doubled(self):
-        return 2.0 * self.module.w
-
-
-def test_what_cannot_be_computed_again_raises():
-    cls = keeps(Lazy, lambda kept, x: x * kept.doubled)
-
-    def fn(params):
-        return cls(PROGRAMS['around']).apply({'params': params}, X, rngs=RNGS)
-
-    with pytest.raises(
-        errors.BlockError, match='it holds a module as well as an array'
-    ):
-        jax.vjp(fn, {'w': X, 'b': X})
+        Do(model).apply({'params': {'keeps': {'w': jnp.ones(())}}}, jnp.ones(3))
 
 
 def test_right_or_an_error():
     trials = [functools.partial(check, DOUBTFUL, PROGRAMS['around'], False)]
     for where in (DOUBTFUL, outer(DOUBTFUL)):
-        trials.append(functools.partial(initialization_is_that_without_blocks, where))
+        trials.append(
+            functools.partial(uses.initialization_is_that_without_blocks, where)
+        )
         for name in ('around', 'first in it'):
             trials.append(functools.partial(check, where, PROGRAMS[name], True))
     for trial in trials:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_sg import core, errors
+from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.filters import as_filter
 from tests.helpers import extents, oracle
+from tests.helpers.described.modules import Do
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
@@ -37,29 +38,6 @@ class Model(fnn.Module):
 
 MODEL = Model()
 VARIABLES = oracle.init(MODEL, jax.random.key(0), X)
-
-
-class Opens(fnn.Module):
-    """A block of a filter in a module that is mounted below the root."""
-
-    where: Any
-
-    @fnn.compact
-    def __call__(self, x):
-        model = Model(name='m')
-        with nn.stop_gradient(self.where):
-            return model(x)
-
-
-class Mounted(fnn.Module):
-    where: Any
-
-    @fnn.compact
-    def __call__(self, x):
-        return Opens(self.where, name='enc')(fnn.Dense(3, name='other')(x))
-
-
-MOUNTED = oracle.init(Mounted(False), jax.random.key(0), X)
 
 
 def trace(fn: Any, *args: Any) -> None:
@@ -107,16 +85,8 @@ def _mirror(where, **options):
     read(Mirrors())
 
 
-def _scopes(where, **options):
-    def fn(scope, x):
-        return Model(parent=scope)(x)
-
-    trace(flax.core.apply(core.stop_gradient(fn, where, **options)), VARIABLES, X)
-
-
 EXTENTS = {
     **{name: of_model(extent) for name, extent in extents.EXTENTS.items()},
-    'scopes': _scopes,
     'around init': around(lambda: trace(MODEL.init, jax.random.key(0), X)),
     'around jit': around(lambda: jax.jit(lambda v: MODEL.apply(v, X)).lower(VARIABLES)),
     'around bound': of_model(_bound),
@@ -177,39 +147,39 @@ def test_train_only_judges_what_it_was_given():
 
 
 def test_paths_are_relative_to_the_module_that_opened_the_block():
-    read(Mounted('m/gln_0/**'), MOUNTED)
+    def mounted(where):
+        def opens(module, x):
+            model = Model(name='m')
+            with nn.stop_gradient(where):
+                return model(x)
+
+        return Do(lambda _, x: Do(opens, name='enc')(fnn.Dense(3, name='other')(x)))
+
+    variables = oracle.init(mounted(False), jax.random.key(0), X)
+    read(mounted('m/gln_0/**'), variables)
     both = as_filter('m/gln_0/**') & 'm/gln_1/**'
     for where in ('enc/m/gln_0/**', 'gln_0/**', '/enc/m/gln_0/**', 'other/**', both):
         with pytest.raises(
             errors.UnusedFilterError, match=r"variables under 'enc'\.\n"
         ):
-            read(Mounted(where), MOUNTED)
+            read(mounted(where), variables)
 
 
 def test_what_lies_outside_the_module_counts_when_it_is_read():
-    class Outer(fnn.Module):
-        where: Any
-
-        @fnn.compact
-        def __call__(self, x):
-            return Inner(self.where, fnn.Dense(3, name='tied'), name='enc')(x)
-
-    class Inner(fnn.Module):
-        where: Any
-        tied: Any
-
-        @fnn.compact
-        def __call__(self, x):
+    def outer(where):
+        def inner(module, x, tied):
             dense = fnn.Dense(3, name='dense')
-            with nn.stop_gradient(self.where):
-                return self.tied(dense(x))
+            with nn.stop_gradient(where):
+                return tied(dense(x))
 
-    variables = oracle.init(Outer(False), jax.random.key(0), X)
-    read(Outer('/tied/**'), variables)
-    read(Outer(['/tied/kernel', 'dense/**']), variables)
+        return Do(lambda _, x: Do(inner, name='enc')(x, fnn.Dense(3, name='tied')))
+
+    variables = oracle.init(outer(False), jax.random.key(0), X)
+    read(outer('/tied/**'), variables)
+    read(outer(['/tied/kernel', 'dense/**']), variables)
     for where in ('tied/**', 'enc/dense/**'):
         with pytest.raises(errors.UnusedFilterError):
-            read(Outer(where), variables)
+            read(outer(where), variables)
 
 
 def test_the_exception_of_the_body_is_never_masked():

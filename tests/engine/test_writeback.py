@@ -17,6 +17,7 @@ import pytest
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
+from tests.helpers.described.modules import Do
 from tests.helpers.oracle import SHARED, assert_same, is_zero
 from tests.helpers.stepwise import assert_same_grads, evaluate
 
@@ -333,17 +334,15 @@ def test_writes(name):
 def test_what_was_sown_before_keeps_its_gradient_where_nothing_is_traced(lift):
     """Then what comes out of a compiled body are new arrays, read or not."""
 
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            part = lift(Sower)(name='part')
-            part(x)
-            with nn.stop_gradient('**', collections=True):
-                part(2 * x)
-            return jnp.sum(part.variables['seen']['y'][0])
+    def model(self, x):
+        part = lift(Sower)(name='part')
+        part(x)
+        with nn.stop_gradient('**', collections=True):
+            part(2 * x)
+        return jnp.sum(part.variables['seen']['y'][0])
 
     def sown(w):
-        return Model().apply({'params': {'part': {'w': w}}}, X, mutable=['seen'])[0]
+        return Do(model).apply({'params': {'part': {'w': w}}}, X, mutable=['seen'])[0]
 
     assert_same(jax.grad(sown)(W), jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w)))(W))
 
@@ -524,23 +523,21 @@ def test_what_nobody_selected_comes_out_of_a_transform_as_it_does_without_a_bloc
     def part(module, x):
         return module.get_variable('cache', 'a') + x * module.get_variable('base', 'w')
 
-    class Uses(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            # What this one gives out has no gradient, whatever went in.
-            call = nn.custom_vjp(
-                part,
-                lambda *args: nn.vjp(part, *args, vjp_variables=both),
-                lambda pull_back, ct: pull_back(ct),
-                grad_vars=both,
-            )
-            with nn.stop_gradient(['a', 'w'], collections=both):
-                y = call(self, x)
-            return [y, self.get_variable('cache', 'a'), self.get_variable('cache', 'b')]
+    def uses(self, x):
+        # What this one gives out has no gradient, whatever went in.
+        call = nn.custom_vjp(
+            part,
+            lambda *args: nn.vjp(part, *args, vjp_variables=both),
+            lambda pull_back, ct: pull_back(ct),
+            grad_vars=both,
+        )
+        with nn.stop_gradient(['a', 'w'], collections=both):
+            y = call(self, x)
+        return [y, self.get_variable('cache', 'a'), self.get_variable('cache', 'b')]
 
     def applied(base, cache, x):
         variables = {'base': base, 'cache': cache}
-        return Uses().apply(variables, x, mutable=['cache'])[0]
+        return Do(uses).apply(variables, x, mutable=['cache'])[0]
 
     def by_hand(base, cache, x):
         w, a, b = stop((base['w'], cache['a'], cache['b']))
@@ -594,20 +591,18 @@ def test_a_rule_that_runs_in_another_thread_forgets_no_block_of_this_one():
 
     double.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            state = self.variable('state', 's', lambda: x)
-            with nn.stop_gradient('s', collections='state'):
-                value = state.value
-                _, back = jax.vjp(double, x)
-                thread = threading.Thread(target=back, args=(x,))
-                thread.start()
-                thread.join()
-                state.value = value  # What was read is what is stored.
-            return jnp.sum(state.value * x)
+    def net(self, x):
+        state = self.variable('state', 's', lambda: x)
+        with nn.stop_gradient('s', collections='state'):
+            value = state.value
+            _, back = jax.vjp(double, x)
+            thread = threading.Thread(target=back, args=(x,))
+            thread.start()
+            thread.join()
+            state.value = value  # What was read is what is stored.
+        return jnp.sum(state.value * x)
 
     def loss(state):
-        return Net().apply({'state': state}, X, mutable='state')[0]
+        return Do(net).apply({'state': state}, X, mutable='state')[0]
 
     assert_same(jax.jit(jax.grad(loss))({'s': X}), {'s': X})

@@ -307,6 +307,7 @@ class Offers(linen.Module):
         self.others = self.layers[1].__call__
         self.held = {'box': [self.box]}
         self.act = jnp.tanh
+        self.methods = [self.method, {'layer': self.layers[1].__call__}]
 
     def method(self, factor, x=None):
         return factor * self.w * (X if x is None else x)
@@ -319,6 +320,19 @@ class Offers(linen.Module):
 
     def later(self):
         return lambda x: self.halves.one(x)
+
+    def chosen(self, name):
+        return getattr(self, name)
+
+    def pair(self, x):
+        return self.chosen('helper'), self.layers[1](x)
+
+    def of_layer(self):
+        return functools.partial(linen.Dense.__call__, self.layers[0])
+
+    @property
+    def alias(self):
+        return self.method
 
     def counts(self):
         return collections.defaultdict(int, one=1)
@@ -360,6 +374,12 @@ READS: dict[str, Callable[[Any], Any]] = {
     'getattr': lambda m: getattr(m, 'w', None),
     'a partial': lambda m: m.partial(),
     'a method of a part': lambda m: m.others(X),
+    'a list of methods': lambda m: m.methods[0](2.0),
+    'a dict of methods': lambda m: m.methods[1]['layer'](X),
+    'a method that a method returns': lambda m: m.chosen('uses')(X),
+    'a method in a tuple': lambda m: m.pair(X)[0](m.pair(X)[1]),
+    'a partial of a part': lambda m: m.of_layer()(X),
+    'a property that is a method': lambda m: m.alias(3.0),
 }
 
 

@@ -1,6 +1,5 @@
 """What a wrapped method returns and what runs later, when no block is open."""
 
-import functools
 import itertools
 from typing import Any
 
@@ -128,75 +127,3 @@ def test_of_a_class_and_a_function(how: str) -> None:
     bound = Encoder().bind(variables)
     with pytest.raises(errors.ArgumentTypeError, match='lazy iterator'):
         nn.stop_gradient(lambda module: getattr(module, how)(X), True)(bound)
-
-
-class Methods(linen.Module):
-    """Keeps and returns methods, its own and those of its layers, and partials."""
-
-    def setup(self):
-        self.layers = [linen.Dense(3), linen.Dense(3)]
-        self.kept = [self.first, self.second]
-        self.table = {'first': self.first, 'layer': self.layers[1].__call__}
-        self.part = functools.partial(self.scaled, factor=2.0)
-
-    def __call__(self, x):
-        return self.second(self.first(x))
-
-    def first(self, x):
-        return self.layers[0](x)
-
-    def second(self, x):
-        return self.layers[1](x)
-
-    def scaled(self, x, factor):
-        return self.first(factor * x)
-
-    def chosen(self, name):
-        return getattr(self, name)
-
-    def pair(self, x):
-        return self.second, self.first(x)
-
-    def of_layer(self):
-        return functools.partial(linen.Dense.__call__, self.layers[0])
-
-    @property
-    def alias(self):
-        return self.second
-
-
-# What a model does with the module or its wrapper, in turn.
-OF_METHODS = {
-    'a list': lambda module, x: module.kept[1](module.kept[0](x)),
-    'a dict': lambda module, x: module.table['layer'](module.table['first'](x)),
-    'a partial': lambda module, x: module.second(module.part(x)),
-    'a method': lambda module, x: module.chosen('second')(module.first(x)),
-    'a tuple': lambda module, x: module.pair(x)[0](module.pair(x)[1]),
-    'a partial of a layer': lambda module, x: module.second(module.of_layer()(x)),
-    'a property': lambda module, x: module.alias(module.first(x)),
-}
-
-
-@pytest.mark.parametrize('use', OF_METHODS.values(), ids=OF_METHODS)
-@pytest.mark.parametrize('wrapper', WRAPPERS)
-def test_methods_are_those_of_the_wrapper(wrapper: str, use: Any) -> None:
-    class Model(linen.Module):
-        wrap: Any = None
-
-        @linen.compact
-        def __call__(self, x):
-            module = Methods(name='inner')
-            x = use(self.wrap(module) if self.wrap else module, x)
-            return linen.Dense(1, name='head')(x)
-
-    variables = oracle.init(Model(), KEY, X)
-
-    def by_hand(variables: Any) -> Any:
-        params = variables['params']
-        stopped = {**params, 'inner': jax.lax.stop_gradient(params['inner'])}
-        return jnp.sum(Model().apply({'params': stopped}, X))
-
-    def loss(variables: Any) -> Any:
-        return jnp.sum(Model(WRAPPERS[wrapper]).apply(variables, X))
-
-    oracle.assert_same_function(loss, by_hand, variables)

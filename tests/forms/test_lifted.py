@@ -1,7 +1,12 @@
-"""Module classes, methods and functions, lifted by a rewrite."""
+"""``stop_gradient`` and ``train_only`` as people write them.
+
+Around calls, and of module classes, methods and functions.
+"""
 
 import functools
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as fnn
@@ -9,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from flax_sg import errors, filters
 from flax_sg import linen as nn
+from flax_sg.forms.block_decorator import BlockDecorator
 from tests.helpers import oracle
 from tests.helpers.left_over import forget_contexts
 
@@ -254,7 +261,8 @@ def test_methods(methods, encode, decode):
 
 
 MODEL = Two()
-PARAMS = oracle.init(MODEL, KEY, X)['params']
+VARIABLES = oracle.init(MODEL, KEY, X)
+PARAMS = VARIABLES['params']
 
 
 def call(params: Any, x: Any) -> Any:
@@ -420,3 +428,89 @@ def test_static_methods_and_properties_stay_what_they_are(name: str) -> None:
         lambda v, x: Parent(Kinds).apply(stopped(v, 'net/enc'), x, use),
         *({'params': plain}, X),
     )
+
+
+# Filters and options, and what an error says of a call.
+
+
+def frozen(apply: Any) -> set[str]:
+    """The layers that get no gradient."""
+    grads = jax.grad(lambda v: jnp.sum(apply(v, X)))(VARIABLES)['params']
+    return {name for name in grads if oracle.is_zero(grads[name])}
+
+
+@pytest.mark.parametrize(
+    ('where', 'stopped', 'trained'),
+    [
+        ('enc/**', {'enc'}, {'dec'}),
+        (True, {'enc', 'dec'}, set()),
+        (False, set(), {'enc', 'dec'}),
+        (~filters.as_filter('dec/**'), {'enc'}, {'dec'}),
+    ],
+)
+def test_polarity(where, stopped, trained):
+    # `where` names what stop_gradient stops, and what train_only trains (hazard 21).
+    assert frozen(nn.stop_gradient(where)(MODEL.apply)) == stopped
+    assert frozen(nn.train_only(where)(MODEL.apply)) == trained
+
+
+@pytest.mark.parametrize('make', [nn.stop_gradient, nn.train_only])
+def test_options(make):
+    rewrite = make('a', collections=['cache', 'params'], unused='ignore')
+    assert isinstance(rewrite, BlockDecorator)
+    assert make(where='enc/**') == make('enc/**')
+    of_class = make(Two, where='enc/**')()
+    assert frozen(of_class.apply) == frozen(make('enc/**')(MODEL.apply))
+    assert (rewrite.collections, rewrite.unused) == (('cache', 'params'), 'ignore')
+    make(Two, 'no', collections='cache', unused='ignore')().apply(VARIABLES, X)
+    with pytest.raises(errors.UnusedFilterError):
+        make(Two, 'enc/kernel', collections='cache')().apply(VARIABLES, X)
+    with pytest.raises(TypeError, match='colections'):
+        make('enc/**', colections='params')
+    with pytest.raises(TypeError, match='positional argument'):
+        make(Two, 'enc/**', 'dec/**')
+    with pytest.raises(TypeError, match='where'):
+        make()
+    with pytest.raises(AttributeError, match='other'):
+        make(Two, 'enc/**', methods=['other'])
+
+
+# Errors say which call they come from, whatever line the traceback ends at.
+
+
+def of_block(where: Any) -> Any:
+    with nn.stop_gradient(where):  # opened: block
+        return MODEL.apply(VARIABLES, X)
+
+
+class Opens(Two):
+    where: Any = None
+
+    def __call__(self, x):
+        with nn.stop_gradient(self.where):  # opened: method, init
+            return super().__call__(x)
+
+
+ORIGINS: dict[str, Callable[[Any], Any]] = {
+    'block': of_block,
+    'method': lambda where: Opens(where=where).apply(VARIABLES, X),
+    'init': lambda where: Opens(where=where).init(KEY, X),
+    'fn': lambda w: nn.stop_gradient(MODEL.apply, w)(VARIABLES, X),  # opened: fn
+    'module': lambda w: nn.Frozen(MODEL, w).apply(VARIABLES, X),  # opened: module
+}
+LINES = {
+    name: number
+    for number, line in enumerate(Path(__file__).read_text().splitlines(), start=1)
+    for name in line.partition('# opened: ')[2].split(', ')
+}
+
+
+@pytest.mark.parametrize('name', ORIGINS)
+def test_an_error_says_which_call_it_comes_from(name):
+    with pytest.raises(errors.UnusedFilterError) as caught:
+        ORIGINS[name]('typo/**')
+    place = f'test_lifted.py:{LINES[name]}'
+    is_module = name == 'module'
+    call = 'nn.Frozen(Two, ' if is_module else 'stop_gradient('
+    origin = f"From {call}Glob('typo/**')), opened at {place}."
+    assert [note for note in caught.value.__notes__ if 'From' in note] == [origin]

@@ -1,4 +1,4 @@
-"""Running statistics that are held by path: `state=` with `where=`."""
+"""State that is held and dropout that is off, by path: `state=` with `where=`."""
 
 import functools
 import itertools
@@ -13,7 +13,8 @@ from flax import linen
 import flax_sg as sg
 from flax_sg import errors, filters
 from flax_sg import linen as nn
-from tests.helpers import oracle
+from tests.helpers import oracle, stepwise
+from tests.helpers.described.modules import Do
 from tests.helpers.turns import in_turn
 
 KEY = jax.random.key(7)
@@ -24,101 +25,134 @@ def bare(module: Any) -> Any:
     return module
 
 
+RNGS = {'params': jax.random.key(1), 'dropout': jax.random.key(2)}
+TOKENS = jnp.linspace(-1.0, 1.0, 12).reshape(1, 3, 4)
+EVERY = (0, 1, 2)  # The stages.
+ALL = (*EVERY, 3)  # With the dropout behind them.
+
+
 class Stage(linen.Module):
-    """A stage of a model that one may not edit: its norm is told by the model."""
+    """A stage that is told by arguments, and two layers of it by a field."""
 
     @linen.compact
-    def __call__(self, x, average):
-        x = linen.Dense(x.shape[-1], name='dense')(x)
-        return jnp.tanh(linen.BatchNorm(use_running_average=average, name='norm')(x))
+    def __call__(self, x, deterministic, average):
+        x = linen.Dropout(0.5)(jnp.tanh(linen.Dense(4)(x)), deterministic)
+        x = linen.Dropout(0.5, deterministic=deterministic)(x)
+        if not deterministic:  # As in a model that one may not edit.
+            x += jax.random.normal(self.make_rng('dropout'), x.shape)
+        return linen.BatchNorm(use_running_average=average, name='norm')(x)
 
 
 class Stages(linen.Module):
+    """By hand: some stages are without dropout, and some norms use what is stored."""
+
     lift: Any = bare
-    averages: tuple[bool, ...] = (False, False, False)
+    off: tuple[int, ...] = ()
+    averages: tuple[int, ...] = ()
 
     @linen.compact
     def __call__(self, x):
-        cls = self.lift(Stage)
-        for number, average in enumerate(self.averages):
-            x = cls(name=f'stage_{number}')(x, average)
-        return x
+        for n in EVERY:
+            stage = self.lift(Stage)(name=f'stage_{n}')
+            x = stage(x, n in self.off, n in self.averages)
+        return linen.Dropout(0.5, deterministic=3 in self.off)(x)
 
 
-def static_jit(cls: Any) -> Any:
-    return linen.jit(cls, static_argnums=(2,))
+@functools.cache
+def variables_of_stages() -> Any:
+    return oracle.init(Stages(), RNGS, TOKENS)
 
 
-WHERE: dict[str, tuple[Any, set[int]]] = {
-    'a glob': ('stage_1/**', {1}),
-    'a list': (['stage_0/**', 'stage_1/**'], {0, 1}),
-    'some of each': ('**/kernel', set()),
-    'a function': (lambda path: path.startswith('stage_2'), {2}),
-    'all': (True, {0, 1, 2}),
+@functools.cache
+def told(*fields: Any) -> Any:
+    """What ``Stages`` that are told give, and write."""
+    return run_stages(Stages(*fields))
+
+
+def run_stages(model: Any) -> Any:
+    apply = functools.partial(model.apply, rngs=RNGS, mutable='batch_stats')
+    return stepwise.evaluate(apply, variables_of_stages(), TOKENS)
+
+
+def static(lift: Any) -> Any:
+    return lambda cls: lift(cls, static_argnums=(2, 3))
+
+
+LIFTS = {'bare': bare, 'jit': static(linen.jit), 'remat': static(linen.remat)}
+# A filter, the stages in which dropout is off, and those whose statistics are held.
+WHERE: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
+    'a glob': ('stage_1/**', (1,), (1,)),
+    'a list': (['stage_0/**', 'stage_1/**'], (0, 1), (0, 1)),
+    'the rest': (~filters.as_filter('stage_[02]/**') & 'stage_*/**', (1,), (1,)),
+    'a function': (lambda path: path.startswith('stage_2'), (2,), (2,)),
+    'a tree': ({'stage_0': False, 'stage_1': True, 'stage_2': False}, (1,), (1,)),
+    'some of each': ('**/kernel', (), ()),
+    'all but some': (~filters.as_filter('**/bias'), (), EVERY),
+    'one layer': ('stage_1/Dense_0/**', (), ()),
+    'all': (True, ALL, EVERY),
 }
-WRAPS = {'mirror': (bare, nn.mirror), 'Frozen in jit': (static_jit, nn.Frozen)}
-HOW = [*itertools.product(('hold', 'eval'), WRAPS)]
+HOW = [*itertools.product(('hold', 'eval', 'update'), LIFTS, (nn.Frozen, nn.mirror))]
 
 
 @pytest.mark.parametrize(('name', 'how'), in_turn(WHERE, HOW, times=2))
-def test_state_is_held_where_the_filter_says(name: str, how: tuple[str, str]) -> None:
+def test_state_is_held_and_dropout_off_where_the_filter_says(name, how) -> None:
     """Stages of one class share a trace of ``nn.jit``, unless it is told apart."""
-    (where, held), (state, wrap) = WHERE[name], how
-    lift, wrapped = WRAPS[wrap]
-    check(wrapped(Stages(lift), where, state=state), held, state)
+    (where, off, held), (state, lift, wrap) = WHERE[name], how
+    check(wrap(Stages(LIFTS[lift]), where, state=state), off, held, state, lift)
 
 
 @pytest.mark.parametrize('state', ['hold', 'eval'])
 def test_state_is_held_by_the_class_of_a_module(state: str) -> None:
-    every = {0, 1, 2}
-    for cls, held in (
-        (linen.BatchNorm, every),
-        (Stage, every),
-        (linen.Dense, set[int]()),
+    for cls, off, held in (
+        (linen.BatchNorm, (), EVERY),
+        (Stage, EVERY, EVERY),
+        (linen.Dense, (), ()),
     ):
-        where = filters.of_type(cls, Stages(), X)
-        check(nn.Frozen(Stages(), where, state=state), held, state)
+        where = filters.of_type(cls, Stages(), TOKENS)
+        check(nn.Frozen(Stages(), where, state=state), off, held, state)
 
 
-def check(model: Any, held: set[int], state: str) -> None:
-    """Compares with a model that one may edit, and with the state before and after."""
-    variables = jax.tree.map(lambda v: v + 0.5, Stages().init(KEY, X))
-    averages = tuple(n in held and state != 'hold' for n in range(3))
-
-    @jax.jit
-    def by_hand(variables: Any) -> Any:
-        return Stages(averages=averages).apply(variables, X, mutable='batch_stats')
-
-    @jax.jit
-    def run(variables: Any) -> Any:
-        return model.apply(variables, X, mutable='batch_stats')
-
-    (found, written), (expected, updated) = run(variables), by_hand(variables)
-    assert jnp.allclose(found, expected, atol=1e-6)
+def check(model: Any, off: Any, held: Any, state: str, lift: str = 'bare') -> None:
+    """Compares with a model that is told, and with the state before and after."""
+    variables = variables_of_stages()
+    made = jax.eval_shape(model.init, RNGS, TOKENS)
+    assert jax.tree.structure(made) == jax.tree.structure(variables)
+    evaluates = (off, held) if state == 'eval' else ((), ())
+    (found, written), (expected, updated) = (
+        run_stages(model),
+        told(LIFTS[lift], *evaluates),
+    )
+    oracle.assert_same(found, expected)
     before, now, after = (w['batch_stats'] for w in (variables, written, updated))
-    for number in range(3):
+    for number in EVERY:
         name = f'stage_{number}'
-        if number in held:
+        if number in held and state != 'update':
             oracle.assert_same(now[name], before[name])
         else:
-            moved = after[name]['norm']['mean'], before[name]['norm']['mean']
-            assert not jnp.allclose(*moved)
-            close = jax.tree.map(jnp.allclose, now[name], after[name])
-            assert all(jax.tree.leaves(close))
+            assert not jnp.allclose(*(s[name]['norm']['mean'] for s in (after, before)))
+            oracle.assert_same(now[name], after[name])
+
+
+def test_everything_is_off_and_no_random_numbers_are_needed():
+    frozen, variables = nn.Frozen(Stages(), state='eval'), variables_of_stages()
+    by_hand = Stages(off=ALL, averages=EVERY).apply(variables, TOKENS)
+    for rngs in (None, RNGS):
+        oracle.assert_same(frozen.apply(variables, TOKENS, rngs=rngs), by_hand)
+    oracle.assert_same(frozen.init(RNGS, TOKENS), Stages().init(RNGS, TOKENS))
 
 
 @pytest.mark.parametrize('state', ['hold', 'eval'])
 def test_state_is_held_and_parameters_are_trained(state: str) -> None:
     held = nn.Frozen(Stages(), collections='batch_stats', state=state)
-    check(held, {0, 1, 2}, state)
-    average = state != 'hold'
-    by_hand = Stages(averages=(average,) * 3)
-    variables = oracle.init(Stages(), KEY, X)
+    check(held, ALL, EVERY, state)
+    by_hand = Stages(bare, ALL, EVERY) if state == 'eval' else Stages()
+    variables = variables_of_stages()
 
     def grads(model: Any) -> Any:
         def loss(params: Any) -> Any:
             given = {**variables, 'params': params}
-            return jnp.sum(model.apply(given, X, mutable='batch_stats')[0] ** 2)
+            out, _ = model.apply(given, TOKENS, mutable='batch_stats', rngs=RNGS)
+            return jnp.sum(out**2)
 
         return jax.grad(loss)(variables['params'])
 
@@ -143,11 +177,11 @@ def test_a_layer_without_state_is_not_told() -> None:
 
 @pytest.mark.parametrize('where', ['stage_1/norm/scale', '**/bias', '**/kernel'])
 def test_an_average_of_the_parameters_is_no_state(where: str) -> None:
-    variables = oracle.init(Stages(), KEY, X)
+    variables, how = variables_of_stages(), {'mutable': 'batch_stats', 'rngs': RNGS}
     given = {**variables, 'ema_params': variables['params']}
     frozen = nn.Frozen(Stages(), where, state='eval')
-    expected = Stages().apply(variables, X, mutable='batch_stats')
-    oracle.assert_same(frozen.apply(given, X, mutable='batch_stats'), expected)
+    expected = Stages().apply(variables, TOKENS, **how)
+    oracle.assert_same(frozen.apply(given, TOKENS, **how), expected)
 
 
 class Both(linen.Module):
@@ -163,15 +197,13 @@ class Both(linen.Module):
 
 @pytest.mark.parametrize('where', [~filters.as_filter('b/**'), ['a/**', '*']])
 def test_a_layer_that_is_told_by_a_module_around_it(where: Any) -> None:
-    class Twice(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            view = nn.Frozen(Both(name='net'), where, state='eval', unused='ignore')
-            return view(x), view(x)
+    def twice(self, x):
+        view = nn.Frozen(Both(name='net'), where, state='eval', unused='ignore')
+        return view(x), view(x)
 
-    variables = Twice().init(KEY, X)
+    variables = Do(twice).init(KEY, X)
     del variables['losses']
-    found, written = Twice().apply(variables, X, mutable=['batch_stats', 'losses'])
+    found, written = Do(twice).apply(variables, X, mutable=['batch_stats', 'losses'])
     stats = written['batch_stats']['net']
     oracle.assert_same(stats['a'], variables['batch_stats']['net']['a'])
     assert stats['b']['mean'].any()
@@ -187,13 +219,14 @@ def test_state_is_held_by_path_in_a_scan() -> None:
             return self.wrap(Stages(name='stages'))(x), None
 
     axes = {'params': 0, 'batch_stats': 0}
-    rngs = {'params': True}
+    rngs = {'params': True, 'dropout': True}
     scan = linen.scan(Body, variable_axes=axes, split_rngs=rngs, length=2)
     held = functools.partial(nn.Frozen, where='stage_1/**', state='hold')
-    variables = oracle.init(scan(bare), KEY, X, None)
+    variables = oracle.init(scan(bare), RNGS, TOKENS, None)
 
     def written(wrap: Any) -> Any:
-        return scan(wrap).apply(variables, X, None, mutable='batch_stats')[1]
+        how: Any = {'mutable': 'batch_stats', 'rngs': RNGS}
+        return scan(wrap).apply(variables, TOKENS, None, **how)[1]
 
     states = variables, written(bare), written(held)
     before, after, found = (state['batch_stats']['stages'] for state in states)
@@ -248,18 +281,16 @@ def test_a_frozen_language_model_generates(state: str, where: Any) -> None:
 
 @pytest.mark.parametrize('order', [(True, False), (False, True)])
 def test_a_mirror_leaves_the_cache_to_its_module(order: tuple[bool, bool]) -> None:
-    class Pair(linen.Module):
-        @linen.compact
-        def __call__(self, tokens):
-            model = Language(decode=True, name='model')
-            view = nn.mirror(model)
-            for is_view in order:
-                (view if is_view else model)(tokens, train=False)
-            return 0.0
+    def pair(self, tokens):
+        model = Language(decode=True, name='model')
+        view = nn.mirror(model)
+        for is_view in order:
+            (view if is_view else model)(tokens, train=False)
+        return 0.0
 
     alone = oracle.init(Language(decode=True), KEY, jnp.ones((1, 5), int), train=False)
     variables = {name: {'model': alone[name]} for name in ('params', 'cache')}
-    _, new = Pair().apply(variables, jnp.ones((1, 1), int), mutable=['cache'])
+    _, new = Do(pair).apply(variables, jnp.ones((1, 1), int), mutable=['cache'])
     assert new['cache']['model']['att']['cache_index'] == 1
 
 
@@ -302,23 +333,20 @@ def test_a_name_of_neither_raises(where: Any) -> None:
             start()
 
 
-class Reshapes(linen.Module):
+def reshapes(self, x):
     """Its state is a dict in every second call, and an array in the others."""
-
-    @linen.compact
-    def __call__(self, x):
-        memory = self.variable('memory', 'of', lambda: {'last': x})
-        last = memory.value
-        memory.value = last['last'] if isinstance(last, dict) else {'last': last}
-        return x + memory.value['last'] if isinstance(memory.value, dict) else x
+    memory = self.variable('memory', 'of', lambda: {'last': x})
+    last = memory.value
+    memory.value = last['last'] if isinstance(last, dict) else {'last': last}
+    return x + memory.value['last'] if isinstance(memory.value, dict) else x
 
 
 @pytest.mark.parametrize('before', [X, {'last': X}], ids=['array', 'dict'])
 def test_state_of_another_structure_is_held(before: Any) -> None:
     variables = {'memory': {'of': before}}
-    held = nn.Frozen(Reshapes(), state='hold')
+    held = nn.Frozen(Do(reshapes), state='hold')
     found, written = held.apply(variables, X, mutable='memory')
-    expected, moved = Reshapes().apply(variables, X, mutable='memory')
+    expected, moved = Do(reshapes).apply(variables, X, mutable='memory')
     oracle.assert_same((found, written), (expected, variables))
     assert jax.tree.structure(moved) != jax.tree.structure(variables)
 
@@ -403,57 +431,33 @@ class Stack(linen.Module):
         return layers(name='layers')(x, None)[0]
 
 
-def trained(wrap: Any, wheres: Any, lift: Any = bare) -> list[Any]:
-    """The statistics after each of some jitted steps; the values feed the gradients."""
-    variables = oracle.init(Stack(), KEY, X)
+def four_steps(
+    model: Any,
+    read: Any = lambda n, params: params,
+    kept: Any = lambda n, old, new: new,
+) -> list[Any]:
+    """The variables after each of four jitted steps; statistics feed the gradients.
 
-    @jax.jit
-    def step(variables: Any, n: Any) -> Any:
-        model = wrap(Stack(lift), wheres(n))
-
-        def loss(params: Any) -> Any:
-            y, new = model.apply(
-                {**variables, 'params': params}, X, mutable=['batch_stats']
-            )
-            return jnp.sum(y**2), new['batch_stats']
-
-        grads, new = jax.grad(loss, has_aux=True)(variables['params'])
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables['params'], grads)
-        return {'params': params, 'batch_stats': new}
-
-    seen: list[Any] = []
-    for n in range(4):
-        variables = step(variables, n)
-        seen.append(variables)
-    return seen
-
-
-def by_hand(held: Any, lift: Any) -> list[Any]:
-    """The same; what is held is stopped, and its state is put back."""
-    variables = oracle.init(Stack(), KEY, X)
-
-    def chosen(n: Any, old: Any, new: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(held(n, a), a, b), old, new)
+    Args:
+        model: the model of a step, by its number.
+        read: the parameters that it reads.
+        kept: what becomes of old and new statistics.
+    """
 
     @jax.jit
     def step(variables: Any, n: Any) -> Any:
         def loss(params: Any) -> Any:
-            fixed = jax.tree.map(jax.lax.stop_gradient, params)
-            seen = {**variables, 'params': chosen(n, fixed, params)}
-            y, new = Stack(lift).apply(seen, X, mutable=['batch_stats'])
+            given = {**variables, 'params': read(n, params)}
+            y, new = model(n).apply(given, X, mutable=['batch_stats'])
             return jnp.sum(y**2), new['batch_stats']
 
         grads, new = jax.grad(loss, has_aux=True)(variables['params'])
         params = jax.tree.map(lambda p, g: p - 0.1 * g, variables['params'], grads)
-        return {
-            'params': params,
-            'batch_stats': chosen(n, variables['batch_stats'], new),
-        }
+        return {'params': params, 'batch_stats': kept(n, variables['batch_stats'], new)}
 
-    seen: list[Any] = []
+    seen = [oracle.init(Stack(), KEY, X)]
     for n in range(4):
-        variables = step(variables, n)
-        seen.append(variables)
+        seen.append(step(seen[-1], n))
     return seen
 
 
@@ -481,9 +485,15 @@ HOW_IN_PART = [*itertools.product((nn.Frozen, nn.mirror), (bare, nn.remat, nn.ji
 @pytest.mark.parametrize(('name', 'how'), in_turn(HELD, HOW_IN_PART, times=3))
 def test_state_is_held_for_a_while_and_in_part(name, how):
     (wheres, held), (wrap, lift) = HELD[name], how
-    found = trained(functools.partial(wrap, state='hold'), wheres, lift)
-    for one, other in zip(found, by_hand(held, lift), strict=True):
-        oracle.assert_same(one, other)
+
+    def chosen(n: Any, old: Any, new: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(held(n, a), a, b), old, new)
+
+    def stopped(n: Any, params: Any) -> Any:
+        return chosen(n, jax.lax.stop_gradient(params), params)
+
+    found = four_steps(lambda n: wrap(Stack(lift), wheres(n), state='hold'))
+    oracle.assert_same(found, four_steps(lambda n: Stack(lift), stopped, chosen))
 
 
 @pytest.mark.parametrize('wrap', [nn.Frozen, nn.mirror])
@@ -500,3 +510,87 @@ def test_a_layer_evaluates_as_a_whole(wrap):
         head.apply(variables, X, mutable=['batch_stats']),
         Stack().apply(variables, X, mutable=['batch_stats']),
     )
+
+
+# Dropout.
+
+
+@pytest.mark.parametrize('where', [True, 'stage/**'])
+def test_dropout_is_off_in_a_scan(where):
+    class Body(linen.Module):
+        off: bool
+
+        @linen.compact
+        def __call__(self, x, _):
+            return Stage(name='stage')(x, self.off, self.off), None
+
+    axes = {'params': 0, 'batch_stats': 0}
+    rngs = {'params': True, 'dropout': True}
+    for lift in (bare, linen.remat):
+        scan = linen.scan(lift(Body), variable_axes=axes, split_rngs=rngs, length=2)
+        variables = oracle.init(scan(True), RNGS, TOKENS, None)
+        frozen = nn.Frozen(scan(False), where, state='eval')
+        found = frozen.apply(variables, TOKENS, None, rngs=RNGS)
+        oracle.assert_same(found, scan(True).apply(variables, TOKENS, None))
+
+
+class Drops(linen.Module):
+    off: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dropout(0.5, deterministic=self.off)(linen.Dense(4)(x))
+
+
+JITTED = linen.jit(Drops)
+
+
+class Tower(linen.Module):
+    off: tuple[int, ...] = ()
+
+    @linen.compact
+    def __call__(self, x):
+        for n in EVERY:
+            x = JITTED(n in self.off, name=f'stage_{n}')(x)
+        return x
+
+
+class Anything(dict[str, bool]):
+    """A table with an answer for layers that have no variables."""
+
+    def __missing__(self, path: str) -> bool:
+        return path.startswith('stage_1')
+
+
+def of_table(table: Any) -> Any:
+    return lambda path: table[path]
+
+
+def test_a_trace_of_jit_belongs_to_one_choice():
+    """In any order, with one jitted class, and filters of one code."""
+    variables = oracle.init(Tower(), RNGS, X)
+    paths = oracle.by_path(variables['params'])
+    known = {path: path.startswith('stage_1') for path in paths}
+
+    def run(model: Any) -> Any:
+        return jax.jit(functools.partial(model.apply, rngs=RNGS))(variables, X)
+
+    def evaluating(where: Any) -> Any:
+        return run(nn.Frozen(Tower(), where, state='eval'))
+
+    for _ in range(2):
+        # The first table raises for a layer without variables: its dropout stays on.
+        oracle.assert_same(evaluating(of_table(known)), run(Tower()))
+        found = evaluating(of_table(Anything(known)))
+        oracle.assert_same(found, run(Tower((1,))))
+    for n in (0, 2, 1):
+        oracle.assert_same(evaluating(f'stage_{n}/**'), run(Tower((n,))))
+
+
+def test_a_layer_that_is_a_model():
+    drop = nn.Frozen(linen.Dropout(0.5, deterministic=False), state='eval')
+    oracle.assert_same(drop.apply({}, X, rngs=RNGS), X)
+    bound = linen.Dropout(0.5, deterministic=False).bind({}, rngs=RNGS)
+    oracle.assert_same(nn.mirror(bound, state='eval')(X), X)
+    assert bound.deterministic is False
+    assert bool((bound(X) != X).any())

@@ -1,6 +1,6 @@
 """Flax's transforms of a function of a module, in one form: ``lift(fn, module, x)``.
 
-Steps and examples share parameters; ``state`` goes from step to step.
+Steps and examples share parameters, and ``ema``; ``state`` goes from step to step.
 """
 
 import functools
@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from flax_sg import linen as nn
-from tests.helpers import oracle
+
+SHARED = ('params', 'ema')
 
 
 def skip(module: Any, x: Any) -> Any:
@@ -19,7 +20,10 @@ def skip(module: Any, x: Any) -> Any:
 
 
 def cond(fn: Any, module: Any, x: Any) -> Any:
-    return nn.cond(jnp.sum(x) > 0, fn, fn, module, x)
+    def twice(module: Any, x: Any) -> Any:
+        return 2.0 * fn(module, x)
+
+    return nn.cond(jnp.sum(x) > 0, fn, twice, module, x)
 
 
 def switch(fn: Any, module: Any, x: Any) -> Any:
@@ -30,12 +34,13 @@ def scan(fn: Any, module: Any, x: Any) -> Any:
     def step(module: Any, x: Any, _: Any) -> Any:
         return fn(module, x), None
 
+    shared: Any = {'variable_broadcast': SHARED, 'split_rngs': {'params': False}}
     each: Any = {'variable_carry': 'state', 'variable_axes': {'intermediates': 0}}
-    return nn.scan(step, length=2, **oracle.SHARED, **each)(module, x, None)[0]
+    return nn.scan(step, length=2, **shared, **each)(module, x, None)[0]
 
 
 def vmap(fn: Any, module: Any, x: Any) -> Any:
-    axes = {'params': None, 'state': None, 'intermediates': 0}
+    axes = {**dict.fromkeys((*SHARED, 'state')), 'intermediates': 0}
     options: Any = {'in_axes': None, 'axis_size': 2, 'split_rngs': {'params': False}}
     return nn.vmap(fn, variable_axes=axes, **options)(module, x).mean(0)
 
@@ -46,8 +51,15 @@ def while_loop(fn: Any, module: Any, x: Any) -> Any:
     def step(module: Any, carry: Any) -> Any:
         return carry[0] + 1, fn(module, carry[1])
 
-    options: Any = {'carry_variables': 'state', 'broadcast_variables': 'params'}
+    options: Any = {'carry_variables': 'state', 'broadcast_variables': SHARED}
     return nn.while_loop(lambda _, c: c[0] < 2, step, module, (0, x), **options)[1]
+
+
+def map_variables(fn: Any, module: Any, x: Any) -> Any:
+    def doubled(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * 2.0, tree)
+
+    return nn.map_variables(fn, 'params', trans_in_fn=doubled)(module, x)
 
 
 def remat_of_jit(fn: Any, module: Any, x: Any) -> Any:
@@ -81,7 +93,6 @@ LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     'jit': lambda fn, module, x: nn.jit(fn)(module, x),
     'remat': lambda fn, module, x: nn.remat(fn)(module, x),
     'remat of jit': remat_of_jit,
-    'map_variables': lambda fn, module, x: nn.map_variables(fn, 'params')(module, x),
-    **{fn.__name__: fn for fn in (cond, switch, scan, vmap, while_loop)},
+    **{fn.__name__: fn for fn in (map_variables, cond, switch, scan, vmap, while_loop)},
 }
 DERIVATIVES = {fn.__name__: fn for fn in (jvp, value_and_grad, vjp, custom_vjp)}

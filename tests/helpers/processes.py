@@ -5,7 +5,6 @@ runtime (``jax.distributed``) joins the processes. XLA adds the all-reduce of th
 gradients to the step.
 """
 
-import contextlib
 import os
 import socket
 import subprocess
@@ -25,47 +24,34 @@ from flax_sg.demo import data
 DATA = 'data'  # the axis of the mesh along which a batch is cut
 
 
-def trained(processes: int, devices: int, steps: int, out: Path) -> list[Any]:
-    """Trains in new processes.
+def trained(processes: int, steps: int, out: Path) -> list[Any]:
+    """Trains in new processes, each with one device.
 
     Args:
         processes: how many.
-        devices: how many each of them has.
         steps: of training.
-        out: a new folder, for what they hold in the end and for what they print.
+        out: a folder, for what they hold in the end.
 
     Returns:
         The losses and the parameters that each process holds at the end, by name.
-
-    Raises:
-        RuntimeError: if a process fails, with what it printed.
     """
     with socket.socket() as free:
         free.bind(('localhost', 0))
         address = f'localhost:{free.getsockname()[1]}'
-    environment = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
-    out.mkdir()
-    with contextlib.ExitStack() as stack:
-        workers = []
-        for number in range(processes):
-            log = stack.enter_context((out / f'{number}.log').open('w'))
-            args = [address, *map(str, (processes, number, steps, out))]
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, *args],
-                    env={**os.environ, **environment},
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-        try:
-            codes = [worker.wait(timeout=300) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-    if any(codes):
-        printed = [(out / f'{number}.log').read_text() for number in range(processes)]
-        raise RuntimeError('\n'.join(printed))
+    settings = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'}
+    command = [sys.executable, __file__, address]
+    workers = [
+        subprocess.Popen(
+            [*command, *map(str, (processes, number, steps, out))],
+            env={**os.environ, **settings},
+        )
+        for number in range(processes)
+    ]
+    try:
+        assert [worker.wait(timeout=300) for worker in workers] == [0] * processes
+    finally:
+        for worker in workers:
+            worker.kill()
     return [dict(np.load(out / f'{number}.npz')) for number in range(processes)]
 
 
@@ -75,18 +61,8 @@ def by_name(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(keys): np.asarray(leaf) for keys, leaf in pairs}
 
 
-def work(
-    address: str,
-    processes: int,
-    number: int,
-    steps: int,
-    out: Path,
-    devices: Sequence[Any] = (),
-) -> None:
+def work(number: int, steps: int, out: Path, devices: Sequence[Any] = ()) -> None:
     """Trains as one of several processes, and saves what it holds at the end."""
-    if processes > 1:
-        jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-        jax.distributed.initialize(address, processes, number)
     mesh = Mesh(np.array(devices or jax.devices()), (DATA,))
 
     def placed(tree: Any, *spec: str) -> Any:
@@ -134,5 +110,8 @@ def work(
 
 
 if __name__ == '__main__':
-    where, *counts, folder = sys.argv[1:]
-    work(where, *map(int, counts), Path(folder))
+    address, *counts, folder = sys.argv[1:]
+    processes, number, steps = map(int, counts)
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(address, processes, number)
+    work(number, steps, Path(folder))

@@ -7,22 +7,30 @@ from typing import Any
 
 
 def read_while_another_waits(
-    block: AbstractContextManager[Any], read: Callable[[], Any]
-) -> None:
-    """Reads in one task, while another task is suspended in a block."""
+    block: AbstractContextManager[Any],
+    read: Callable[[], Any],
+    held: Callable[[], Any] = lambda: None,
+) -> Any:
+    """Reads in one task, while another task is suspended in a block.
 
-    async def holds() -> None:
+    Returns:
+        What ``held`` gives in the block afterwards.
+    """
+
+    async def holds() -> Any:
         with block:
             await asyncio.sleep(0)
+            return held()
 
     async def reads() -> None:
         read()
 
-    async def main() -> None:
+    async def main() -> Any:
         task = asyncio.create_task(holds())
         try:
             await asyncio.create_task(reads())
+            return await task
         finally:
             task.cancel()
 
-    asyncio.run(main())
+    return asyncio.run(main())

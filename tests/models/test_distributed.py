@@ -13,9 +13,9 @@ STEPS = 4
 @pytest.mark.long
 def test_two_processes_train_as_one(tmp_path):
     with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-        processes.work('', 1, 0, STEPS, tmp_path, jax.devices()[:2])
+        processes.work(0, STEPS, tmp_path, jax.devices()[:2])
     alone = dict(np.load(tmp_path / '0.npz'))
-    for one_of_two in processes.trained(2, 1, STEPS, tmp_path / 'two'):
+    for one_of_two in processes.trained(2, STEPS, tmp_path):
         oracle.assert_same(one_of_two, alone)
     # They have learned.
     losses = alone.pop("['losses']")

@@ -18,16 +18,10 @@ from flax_sg import linen as nn
 from flax_sg import testing
 from flax_sg.forms import blocks
 from tests.helpers import backward, extents, oracle, stepwise
+from tests.helpers.described.modules import Cell, Do
 
 X = jnp.array([[1.0, -2.0, 0.5], [-1.0, 0.75, 2.0]])
 RAMP = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-
-
-class Cell(fnn.Module):
-    @fnn.compact
-    def __call__(self, x):
-        a, b = fnn.Dense(3, name='a'), fnn.Dense(3, name='b')
-        return x + a(jnp.tanh(b(jnp.tanh(a(x)))))
 
 
 PARAMS = oracle.init(Cell(), jax.random.key(0), X)['params']
@@ -51,69 +45,69 @@ def weighted(path: str, ct: jax.Array, weight: jax.Array) -> jax.Array:
     return ct * ct * weight * (2.0 if path.endswith('a/bias') else 1.0)
 
 
+def below(make: Any, *args: Any, **options: Any) -> Callable[[str], Any]:
+    """The rule of what is below a path."""
+    return lambda at: make(f'{at}**', *args, **options)
+
+
+def of_biases(add: bool) -> Callable[[str], Any]:
+    return lambda at: nn.copy_cotangent({f'{at}a/bias': f'{at}b/bias'}, add=add)
+
+
+def ramp_of_biases(path: str, ct: jax.Array) -> jax.Array:
+    return jnp.array([1.0, 2, 3]) if 'bias' in path else ct
+
+
+def clipped(bound: float) -> Callable[[Any], Any]:
+    return functools.partial(backward.clipped_together, bound)
+
+
+def scaled(factor: float) -> Callable[[Any], Any]:
+    return functools.partial(backward.scaled, factor)
+
+
 # Each rule: how it is written for what is below a path, and by hand.
 Rule = tuple[Callable[[str], Any], Callable[[Any], Any]]
 RULES: dict[str, Rule] = {
     'map_cotangent': (
-        lambda at: nn.map_cotangent(at + '**', weighted, np.float32(0.5)),
+        below(nn.map_cotangent, weighted, np.float32(0.5)),
         lambda tree: backward.each(lambda p, ct: weighted(p, ct, 0.5), tree),
     ),
-    'scale_gradient': (
-        lambda at: nn.scale_gradient(at + '**', 0.3),
-        functools.partial(backward.scaled, 0.3),
-    ),
+    'scale_gradient': (below(nn.scale_gradient, 0.3), scaled(0.3)),
     'clip_gradient, global_norm': (
-        lambda at: nn.clip_gradient(at + '**', global_norm=0.5),
-        functools.partial(backward.clipped_together, 0.5),
+        below(nn.clip_gradient, global_norm=0.5),
+        clipped(0.5),
     ),
-    'copy_cotangent': (
-        lambda at: nn.copy_cotangent({at + 'a/bias': at + 'b/bias'}),
-        lambda tree: handed_on(tree, add=False),
-    ),
-    'reverse_gradient': (
-        lambda at: nn.reverse_gradient(at + '**', np.float32(2.0)),
-        functools.partial(backward.scaled, -2.0),
-    ),
+    'copy_cotangent': (of_biases(False), lambda tree: handed_on(tree, add=False)),
+    'reverse_gradient': (below(nn.reverse_gradient, np.float32(2.0)), scaled(-2.0)),
     'clip_gradient, value': (
-        lambda at: nn.clip_gradient(at + '**', value=1.0),
+        below(nn.clip_gradient, value=1.0),
         per_leaf(lambda ct: jnp.clip(ct, -1.0, 1.0)),
     ),
     'clip_gradient, norm': (
-        lambda at: nn.clip_gradient(at + '**', norm=2.0),
-        lambda tree: jax.tree.map(
-            functools.partial(backward.clipped_together, 2.0), tree
-        ),
+        below(nn.clip_gradient, norm=2.0),
+        lambda tree: jax.tree.map(clipped(2.0), tree),
     ),
     'replace_cotangent, number': (
-        lambda at: nn.replace_cotangent(at + '**', 7.0),
+        below(nn.replace_cotangent, 7.0),
         per_leaf(lambda ct: jnp.full_like(ct, 7.0)),
     ),
     'replace_cotangent, array': (
-        lambda at: nn.replace_cotangent(at + '*/bias', np.float32([1, 2, 3])),
-        lambda tree: backward.each(
-            lambda p, ct: jnp.array([1.0, 2, 3]) if 'bias' in p else ct, tree
-        ),
+        lambda at: nn.replace_cotangent(f'{at}*/bias', np.float32([1, 2, 3])),
+        functools.partial(backward.each, ramp_of_biases),
     ),
-    'copy_cotangent, add': (
-        lambda at: nn.copy_cotangent({at + 'a/bias': at + 'b/bias'}, add=True),
-        lambda tree: handed_on(tree, add=True),
-    ),
-    'print_cotangent': (
-        lambda at: nn.print_cotangent(at + 'a/bias'),
-        lambda tree: tree,
-    ),
+    'copy_cotangent, add': (of_biases(True), lambda tree: handed_on(tree, add=True)),
+    'print_cotangent': (lambda at: nn.print_cotangent(at + 'a/bias'), lambda t: t),
 }
 
 
 def in_a_parent(rule: Any, params: Any, x: Any) -> Any:
-    class Model(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            cell = Cell(name='cell')
-            with rule('cell/'):
-                return cell(x)
+    def model(self, x):
+        cell = Cell(name='cell')
+        with rule('cell/'):
+            return cell(x)
 
-    return Model().apply({'params': {'cell': params}}, x)
+    return Do(model).apply({'params': {'cell': params}}, x)
 
 
 def on_a_tree(rule: Any, params: Any, x: Any) -> Any:
@@ -488,16 +482,14 @@ def test_small_cotangents_pass_a_clip_to_the_last_bit_and_zero_has_derivatives()
 def test_a_leaf_that_is_never_read():
     tree = {'a': jnp.ones(2), 'b': jnp.full(2, 3.0)}
 
-    class Reads(fnn.Module):
-        @fnn.compact
-        def __call__(self):
-            self.param('a', fnn.initializers.ones, (2,))
-            return jnp.sum(self.get_variable('params', 'a') ** 2)
+    def reads(self):
+        self.param('a', fnn.initializers.ones, (2,))
+        return jnp.sum(self.get_variable('params', 'a') ** 2)
 
     def grads(rule: Any) -> Any:
         def loss(tree: Any) -> Any:
             with rule:
-                return Reads().apply({'params': tree})
+                return Do(reads).apply({'params': tree})
 
         return jax.tree.map(lambda g: g.tolist(), jax.grad(loss)(tree))
 

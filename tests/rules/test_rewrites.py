@@ -14,6 +14,8 @@ import pytest
 import flax_sg
 from flax_sg import filters
 from flax_sg import linen as nn
+from flax_sg.filters.expressions import Atom, Filter
+from flax_sg.filters.indices import Index, Part
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.rules import rules, substitutes
 from tests.helpers import oracle
@@ -31,7 +33,7 @@ class Model(fnn.Module):
         self.last = self.variable('batch_stats', 'last', jnp.zeros, (2, 3))
 
     def __call__(self, x):
-        y = self.enc(x) * self.twice + self.last.value
+        y = self.perturb('y', self.enc(x) * self.twice + self.last.value)
         self.last.value = x + y
         self.sow('intermediates', 'hidden', y)
         self.sow('intermediates', 'key', jax.random.key_data(self.make_rng('dropout')))
@@ -45,10 +47,6 @@ VARIABLES = oracle.init(MODEL, RNGS, X)
 OTHERS = jax.tree.map(lambda leaf: 1.5 * leaf - 0.5, VARIABLES['params'])
 VARIABLES = {**VARIABLES, 'ema': OTHERS}
 WHERE = ['enc/kernel', 'scale']
-
-
-def selects(path: str) -> bool:
-    return path in WHERE
 
 
 # Rules: each is a small class, and beside it what it does, by hand.
@@ -88,6 +86,15 @@ def other(path: str, x: Any) -> Any:
     return OTHERS['enc']['kernel'] if path == 'enc/kernel' else OTHERS[path]
 
 
+@dataclasses.dataclass(frozen=True)
+class Halved(rules.Rule):
+    name = 'halved'
+    asks_path = False
+
+    def __call__(self, path, leaf):
+        return leaf * 0.5
+
+
 TREE = substitutes.FromTree(substitutes.entries_of(OTHERS, 'params'))
 RULES: dict[str, tuple[rules.Rule, Any]] = {
     'tree': (TREE, other),
@@ -104,20 +111,59 @@ RULES: dict[str, tuple[rules.Rule, Any]] = {
 KEEPS_VALUES = ('stop', 'scale', 'read only')
 
 
+# Filters that no list of the library names, as it does not name the rules above: what
+# it has to know of them they say themselves.
+
+
+class OfThreeRows(Atom):
+    """Arrays of three rows: it asks what an array is."""
+
+    def matches(self, path):
+        return path.array is not None and path.array.shape[0] == 3
+
+
+class FirstRow(Filter):
+    """The first row of every variable: it means a part of the array."""
+
+    own_needs = frozenset({'part'})
+
+    def answer(self, path, ask):
+        return Part(Index(0))
+
+
+def some(by: Any) -> Any:
+    return lambda path, x: by(path, x) if path in WHERE else x
+
+
+# Rewrites, and what each makes of every parameter.
+REWRITES: dict[str, tuple[BlockDecorator, Any]] = {
+    **{
+        name: (BlockDecorator(filters.as_filter(WHERE), rule), some(by))
+        for name, (rule, by) in RULES.items()
+    },
+    'of arrays': (
+        BlockDecorator(OfThreeRows(), rules.StopGradient()),
+        lambda path, x: jax.lax.stop_gradient(x) if x.shape[0] == 3 else x,
+    ),
+    'of a part': (
+        BlockDecorator(FirstRow(), Halved()),
+        lambda path, x: x.at[0].multiply(0.5),
+    ),
+}
+
+
 def by_hand(by: Any, params: Any) -> Any:
-    def leaf(keys, x):
-        path = '/'.join(key.key for key in keys)
-        return by(path, x) if selects(path) else x
-
-    return jax.tree_util.tree_map_with_path(leaf, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, x: by('/'.join(key.key for key in keys), x), params
+    )
 
 
-MUTABLE = ['batch_stats', 'intermediates']
+MUTABLE = ['batch_stats', 'intermediates', 'perturbations']
 
 
 def plain(params: Any, x: Any) -> Any:
-    variables = {**VARIABLES, 'params': params}
-    return MODEL.apply(variables, x, rngs={'dropout': RNGS['dropout']}, mutable=MUTABLE)
+    variables, rngs = {**VARIABLES, 'params': params}, {'dropout': RNGS['dropout']}
+    return MODEL.apply(variables, x, rngs=rngs, mutable=MUTABLE)
 
 
 @functools.cache
@@ -147,10 +193,9 @@ def test_every_rule_for_values_has_a_row():
     assert with_fields == {rules.StopGradient}
 
 
-@pytest.mark.parametrize(('extent', 'rule'), in_turn(EXTENTS, RULES, times=3))
-def test_every_rule_at_every_extent(extent, rule):
-    value, by = RULES[rule]
-    rewrite = BlockDecorator(filters.as_filter(WHERE), value)
+@pytest.mark.parametrize(('extent', 'name'), in_turn(EXTENTS, REWRITES, times=4))
+def test_every_rewrite_at_every_extent(extent, name):
+    rewrite, by = REWRITES[name]
 
     def actual(params, x):
         return run(extent, rewrite, params, x)
@@ -161,7 +206,7 @@ def test_every_rule_at_every_extent(extent, rule):
 
     params = VARIABLES['params']
     oracle.assert_same_function(actual, expected, params, X)
-    if rule in KEEPS_VALUES:
+    if name in KEEPS_VALUES:
         y, written = values()
         oracle.assert_same(actual(params, X), (y, {**written, 'params': params}))
 
@@ -178,9 +223,9 @@ def _init_core(rewrite):
     return flax.core.init(flax_sg.core.lift(fn, rewrite))(RNGS, X)
 
 
-@pytest.mark.parametrize('rule', RULES)
-def test_init_is_identical(rule):
-    rewrite = BlockDecorator(filters.as_filter(WHERE), RULES[rule][0])
+@pytest.mark.parametrize('name', REWRITES)
+def test_init_is_identical(name):
+    rewrite, _ = REWRITES[name]
     y, variables = MODEL.init_with_output(RNGS, X)
     for init in (
         _init_block,
@@ -192,7 +237,7 @@ def test_init_is_identical(rule):
         if params is not None:
             stored = params
         oracle.assert_same(params2, stored)
-        if rule in KEEPS_VALUES:
+        if name in KEEPS_VALUES:
             oracle.assert_same(y2, y)
             oracle.assert_same(
                 {k: v for k, v in variables2.items() if k != 'intermediates'},
@@ -276,3 +321,12 @@ def test_collections_are_chosen_by_name(collections, stopped):
     grads = jax.jit(jax.grad(loss))(Collections().init(jax.random.key(0)))
     for name, tree in grads.items():
         assert tree['w'].tolist() == [float(name not in stopped.split())] * 2
+
+
+def test_a_tree_keeps_what_fp8_layers_overwrite():
+    tree = {'params': {'w': 1.0}, '_overwrite_with_gradient': {'scale': 2.0}}
+    stopped = jax.grad(lambda t: sum(jax.tree.leaves(flax_sg.stop_gradient(t, True))))
+    assert stopped(tree) == {
+        'params': {'w': 0.0},
+        '_overwrite_with_gradient': {'scale': 1.0},
+    }

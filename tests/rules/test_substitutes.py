@@ -22,6 +22,7 @@ from flax_sg import linen as nn
 from flax_sg.forms.block_decorator import BlockDecorator
 from flax_sg.testing import optimized_hlo
 from tests.helpers import oracle, stepwise
+from tests.helpers.described.modules import Do
 from tests.helpers.oracle import assert_same, assert_same_function
 
 X = jnp.array([[1.0, -2.0, 0.5], [0.25, 0.75, -1.0]])
@@ -40,16 +41,8 @@ class Layer(linen.Module):
         return self.dense(x * self.w2 + self.w) + b
 
 
-def numbers(seed: int) -> Any:
-    params = jax.eval_shape(lambda: Layer().init(KEY, X))['params']
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return treedef.unflatten(
-        [jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
-    )
-
-
-PARAMS, OTHERS = numbers(1), numbers(2)
+PARAMS = oracle.init(Layer(), KEY, X)['params']
+OTHERS = jax.tree.map(jnp.cos, PARAMS)
 plain = Layer()
 
 
@@ -74,15 +67,6 @@ def some(tree: Any) -> Any:
 
 def merged(tree: Any, part: Any) -> Any:
     return {**tree, **part, 'dense': {**tree['dense'], **part.get('dense', {})}}
-
-
-# What is read, as an argument of ``substitute`` and by hand.
-
-
-# The blocks: each calls the student under the values.
-
-
-# Of the other blocks see test_rewrites.py.
 
 
 # Transforms: what runs in the extent is lifted, or the extent is.
@@ -164,9 +148,6 @@ def test_a_block_in_the_body_of_a_scan_sees_the_slice() -> None:
     assert_same(grads(fn), grads(by_hand))
 
 
-# Where values are computed.
-
-
 # Caches.
 
 
@@ -219,15 +200,13 @@ def test_values_that_are_arguments_retrace_nothing() -> None:
 
     lifted = linen.jit(Jitted)
 
-    class Outer(linen.Module):
-        @linen.compact
-        def __call__(self, x, values):
-            inner = lifted(name='inner')
-            with nn.substitute({'inner': {'exact': values}}):
-                return helper(inner(x))
+    def outer(self, x, values):
+        inner = lifted(name='inner')
+        with nn.substitute({'inner': {'exact': values}}):
+            return helper(inner(x))
 
     def fn(values: Any) -> Any:
-        return Outer().apply({'params': {'inner': {'exact': ONES}}}, X, values)
+        return Do(outer).apply({'params': {'inner': {'exact': ONES}}}, X, values)
 
     for factor in (1.0, 2.0, 3.0):
         assert_same(fn(scaled(factor)), exact(scaled(factor)) ** 4)
@@ -256,18 +235,16 @@ def test_a_rewrite_is_a_value() -> None:
 # Nothing but the values.
 
 
-class State(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x = linen.BatchNorm(use_running_average=False, name='norm')(x)
-        x = linen.Dropout(0.5, deterministic=False)(x)
-        x = linen.Dense(3, name='dense')(x)
-        self.sow('intermediates', 'x', x)
-        return x
+def state(self, x):
+    x = linen.BatchNorm(use_running_average=False, name='norm')(x)
+    x = linen.Dropout(0.5, deterministic=False)(x)
+    x = linen.Dense(3, name='dense')(x)
+    self.sow('intermediates', 'x', x)
+    return x
 
 
 def test_a_state_is_computed_from_what_is_read() -> None:
-    model = State()
+    model = Do(state)
     rngs = {'params': KEY, 'dropout': jax.random.key(5)}
     variables = oracle.init(model, rngs, X)
     others = jax.tree.map(lambda leaf: leaf + 0.5, variables)
@@ -290,22 +267,20 @@ def test_a_state_is_computed_from_what_is_read() -> None:
 
 
 def test_boxes_and_several_leaves() -> None:
-    class Boxed(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            init = linen.with_partitioning(linen.initializers.ones, (None, 'data'))
-            pair = self.param('pair', lambda key: (jnp.ones((3, 3)), jnp.zeros((1, 3))))
-            return x @ self.param('kernel', init, (3, 3)) @ pair[0] + pair[1]
+    def boxed(self, x):
+        init = linen.with_partitioning(linen.initializers.ones, (None, 'data'))
+        pair = self.param('pair', lambda key: (jnp.ones((3, 3)), jnp.zeros((1, 3))))
+        return x @ self.param('kernel', init, (3, 3)) @ pair[0] + pair[1]
 
-    params = oracle.init(Boxed(), KEY, X)['params']
+    params = oracle.init(Do(boxed), KEY, X)['params']
     others = jax.tree.map(lambda leaf: leaf + jnp.arange(3.0)[None], params)
 
     def fn(params: Any, others: Any) -> Any:
         with nn.substitute(others):
-            return Boxed().apply({'params': params}, X, mutable='params')
+            return Do(boxed).apply({'params': params}, X, mutable='params')
 
     def by_hand(params: Any, others: Any) -> Any:
-        return Boxed().apply({'params': others}, X), {'params': params}
+        return Do(boxed).apply({'params': others}, X), {'params': params}
 
     assert_same_function(fn, by_hand, params, others)
     bare = {**others, 'kernel': others['kernel'].value}

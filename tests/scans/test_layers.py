@@ -250,23 +250,23 @@ def block_by_hand(params: Any, x: Any) -> Any:
     return x + h @ params['shrink']['kernel'], None
 
 
+LAYERS_OF_BLOCKS = {
+    'grow': {'kernel': jnp.ones((DEEP, WIDE, 4 * WIDE))},
+    'shrink': {'kernel': jnp.ones((DEEP, 4 * WIDE, WIDE))},
+}
+# Of parameters and input the shapes alone count.
+ARGS: Any = (
+    {'layers': LAYERS_OF_BLOCKS, 'below': jnp.ones((1, WIDE))},
+    jnp.ones((256, WIDE)),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """The loss of a stack with something trained below it, or nothing."""
 
     below: bool = False
     remat: bool = False
-
-    def inputs(self) -> tuple[Any, Any]:
-        keys = jax.random.split(jax.random.key(0), 4)
-        shapes = {'grow': (DEEP, WIDE, 4 * WIDE), 'shrink': (DEEP, 4 * WIDE, WIDE)}
-        stack = {
-            name: {'kernel': 0.1 * jax.random.normal(key, shape)}
-            for (name, shape), key in zip(shapes.items(), keys, strict=False)
-        }
-        below = jax.random.normal(keys[2], (1, WIDE))
-        x = jax.random.normal(keys[3], (256, WIDE))
-        return {'layers': stack, 'below': below}, x
 
     def ours(self, params: Any, x: Any, frozen: Any = slice(0, FROZEN)) -> Any:
         cls = linen.remat(Block, prevent_cse=False) if self.remat else Block
@@ -302,9 +302,8 @@ class Costs:
 @pytest.mark.parametrize('remat', [False, True])
 def test_the_program_is_that_of_two_scans_by_hand(remat):
     costs = Costs(remat=remat)
-    args = costs.inputs()
     ours, hand, masked = (
-        programs.compiled(jax.value_and_grad(fn), *args)
+        programs.compiled(jax.value_and_grad(fn), *ARGS)
         for fn in (costs.ours, costs.by_hand, costs.masked)
     )
     try:
@@ -319,17 +318,16 @@ def test_the_program_is_that_of_two_scans_by_hand(remat):
     assert costs_of[0] == costs_of[1]
     # The mask makes a second stack; the prefix is read from the one there is.
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (ours, masked)]
-    stack = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]['layers']))
+    stack = sum(leaf.nbytes for leaf in jax.tree.leaves(LAYERS_OF_BLOCKS))
     assert sizes[0] < sizes[1] - stack // 8
 
 
 @pytest.mark.parametrize('remat', [False, True])
 def test_the_way_back_through_frozen_layers_keeps_no_copy_of_them(remat):
     costs = Costs(below=True, remat=remat)
-    args = costs.inputs()
     fns = (costs.ours, costs.by_hand)
-    ours, hand = (programs.temporary_bytes(jax.value_and_grad(fn), *args) for fn in fns)
-    stack = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]['layers']))
+    ours, hand = (programs.temporary_bytes(jax.value_and_grad(fn), *ARGS) for fn in fns)
+    stack = sum(leaf.nbytes for leaf in jax.tree.leaves(LAYERS_OF_BLOCKS))
     prefix = stack * FROZEN // DEEP
     assert ours < hand - 0.9 * (prefix if not remat else stack - prefix)
 

@@ -15,25 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, path_aware_map
 
-from tests.helpers.described.language import (
-    HOWS,
-    Block,
-    Call,
-    Calls,
-    Composite,
-    Inner,
-    Interpreter,
-    Leaf,
-    OnValue,
-    Open,
-    Own,
-    Part,
-    Path,
-    Shared,
-    Use,
-    Where,
-    left,
-)
+from tests.helpers.described import language
 from tests.helpers.described.modules import LEAVES
 
 
@@ -72,12 +54,16 @@ class Values:
     ema: Any = None
 
     def rewritten(
-        self, owner: Path, where: Where, rule: str = 'stop', x: Any = None
+        self,
+        owner: language.Path,
+        where: language.Where,
+        rule: str = 'stop',
+        x: Any = None,
     ) -> Values:
         """In a block of the module at a path, which is opened for ``x``."""
         twins = flatten_dict(self.ema or {})
 
-        def changed(path: Path, value: Any) -> Any:
+        def changed(path: language.Path, value: Any) -> Any:
             taken = where.takes(path, owner)
             other = _RULES[rule](value, twins.get(path)) if taken else value
             if not (taken and where.when):
@@ -88,17 +74,17 @@ class Values:
         return dataclasses.replace(self, params=path_aware_map(changed, self.params))
 
 
-class ByHand(Interpreter):
+class ByHand(language.Interpreter):
     """Runs programs, with the values that readers see as the place.
 
     Attributes:
         path: the path of the module that opens the blocks.
     """
 
-    path: Path = ()
+    path: language.Path = ()
 
-    def block(self, item: Block, place: Values) -> None:
-        with left():
+    def block(self, item: language.Block, place: Values) -> None:
+        with language.left():
             inside = place.rewritten(self.path, item.where, item.rule, self.x)
             self.run(item.body, inside)
 
@@ -106,33 +92,33 @@ class ByHand(Interpreter):
 # Models.
 
 
-def at(tree: Any, path: Path) -> Any:
+def at(tree: Any, path: language.Path) -> Any:
     """A part of a tree of dicts."""
     return functools.reduce(lambda tree, name: tree[name], path, tree)
 
 
-def changed(tree: Any, path: Path, fn: Callable[[Any], Any]) -> Any:
+def changed(tree: Any, path: language.Path, fn: Callable[[Any], Any]) -> Any:
     """A copy of a tree, with other leaves below a path."""
 
-    def leaf(own: Path, value: Any) -> Any:
+    def leaf(own: language.Path, value: Any) -> Any:
         return jax.tree.map(fn, value) if own[: len(path)] == path else value
 
     return path_aware_map(leaf, tree)
 
 
-def sliced(values: Values, path: Path, index: int) -> Values:
+def sliced(values: Values, path: language.Path, index: int) -> Values:
     """Without the first axis of the variables below a path."""
     trees = values.params, values.ema
     return Values(*(changed(tree, path, lambda leaf: leaf[index]) for tree in trees))
 
 
 @dataclasses.dataclass
-class Model(OnValue, ByHand):
+class Model(language.OnValue, ByHand):
     """A part: where it is, and which module it was handed."""
 
-    part: Part
-    path: Path = ()
-    shared_at: Path | None = None
+    part: language.Part
+    path: language.Path = ()
+    shared_at: language.Path | None = None
 
     def __call__(self, values: Values, x: jax.Array) -> jax.Array:
         """What it computes of an array."""
@@ -158,25 +144,25 @@ class Model(OnValue, ByHand):
         return run(values, x)
 
     def _bare(self, values: Values, x: Any) -> Any:
-        if isinstance(self.part.spec, Composite):
+        if isinstance(self.part.spec, language.Composite):
             return self.result(self.part.spec.body, x, values)
         params = {'params': at(values.params, self.path)}
         return LEAVES[self.part.spec.kind]().apply(params, x)
 
-    def own(self, item: Own, place: Values) -> None:
+    def own(self, item: language.Own, place: Values) -> None:
         self.x = self.x * at(place.params, (*self.path, item.name))
 
-    def inner(self, item: Inner, place: Values) -> None:
+    def inner(self, item: language.Inner, place: Values) -> None:
         own = at(place.params, self.path)
         self.x = jnp.tanh(self.x * own['p0'] + own['p1'])
 
-    def shared(self, item: Shared, place: Values) -> None:
+    def shared(self, item: language.Shared, place: Values) -> None:
         if self.shared_at is not None:
-            shared = Model(Part(Leaf('affine')), self.shared_at)
+            shared = Model(language.Part(language.Leaf('affine')), self.shared_at)
             self.x = jnp.tanh(shared(place, self.x))
 
-    def use(self, item: Use, place: Values) -> None:
-        assert isinstance(self.part.spec, Composite)
+    def use(self, item: language.Use, place: Values) -> None:
+        assert isinstance(self.part.spec, language.Composite)
         kid, path = self.part.spec.kids[item.kid], (*self.path, f'k{item.kid}')
         shared = self.shared_at or (*self.path, 'shared')
         module = Model(kid, path, shared if kid.shares else None)
@@ -189,7 +175,7 @@ class Model(OnValue, ByHand):
         self.x = _lifted(item.lift, call, place, path, self.x)
 
 
-def _lifted(lift: str, call: Any, values: Values, path: Path, x: Any) -> Any:
+def _lifted(lift: str, call: Any, values: Values, path: language.Path, x: Any) -> Any:
     """What a function of a module computes in a transform."""
     if lift in ('scan', 'while_loop'):
         return call(values, call(values, x))
@@ -208,14 +194,14 @@ def _lifted(lift: str, call: Any, values: Values, path: Path, x: Any) -> Any:
     return call(values, x)
 
 
-class CallsByHand(Calls):
+class CallsByHand(language.Calls):
     """Calls by hand: what blocks do to parameters is done where they are derived."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._known: dict[Any, Callable[[], Any]] = {}
 
-    def call(self, item: Call, place: tuple[Open, ...]) -> None:
+    def call(self, item: language.Call, place: tuple[language.Open, ...]) -> None:
         """The same in the same blocks is computed once."""
         key = item, tuple((one.block.where, one.block.rule) for one in place)
         if self._session is None and key in self._known:
@@ -225,7 +211,7 @@ class CallsByHand(Calls):
         if self._session is None:
             self.results[-1] = self._known[key] = functools.cache(self.results[-1])
 
-    def function(self, item: Call, place: tuple[Open, ...]) -> Any:
+    def function(self, item: language.Call, place: tuple[language.Open, ...]) -> Any:
         part = self.models[item.model]
 
         def fn(params: Any, x: Any) -> Any:
@@ -241,4 +227,4 @@ class CallsByHand(Calls):
             y = Model(part)(values, x)
             return (y, params) if item.mutable else y
 
-        return HOWS[item.how](fn)
+        return language.HOWS[item.how](fn)

@@ -23,18 +23,6 @@ X = jnp.array([[1.0, -2.0, 0.5, 0.25], [-1.0, 0.75, 2.0, -0.5]])
 RNGS = {'params': jax.random.key(0)}
 
 
-def uneven(tree: Any) -> Any:
-    """Makes all weights nonzero: initial biases would hide gradients."""
-    leaves, treedef = jax.tree.flatten(tree)
-    numbers = np.random.default_rng(0)
-    return treedef.unflatten(
-        [
-            jnp.asarray(numbers.uniform(0.25, 1.0, leaf.shape), leaf.dtype)
-            for leaf in leaves
-        ]
-    )
-
-
 def assert_promise_kept(report: sg.flow.GradientFlow, gradients: list[Any]) -> None:
     """Asserts zero gradients where the report says that no gradient flows.
 
@@ -57,11 +45,11 @@ class Compared:
 
     def __init__(self, models: Sequence[Part]) -> None:
         try:
-            inits = [real_models.make(plain(model)).init for model in models]
-            shapes = [jax.eval_shape(init, RNGS, X) for init in inits]
+            bare = [real_models.make(plain(model)) for model in models]
+            variables = [oracle.init(one, RNGS, X) for one in bare]
         except (FlaxError, ValueError):
             hypothesis.reject()  # Flax cannot create it without blocks either.
-        params = tuple(uneven(each.get('params', {})) for each in shapes)
+        params = tuple(each.get('params', {}) for each in variables)
         self.real = real_models.RealCalls(tuple(models), params, X)
         self.by_hand = CallsByHand(tuple(models), params, X)
         for model, own in zip(models, params, strict=True):

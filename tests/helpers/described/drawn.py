@@ -108,12 +108,9 @@ def bodies(
     def use() -> Use:
         index = draw(st.integers(0, len(kids) - 1))
         kid = kids[index]
-        mirror = (
-            draw(wheres().flatmap(conditional))
-            if draw(st.integers(0, 2)) == 0
-            else None
-        )
-        lift = ''
+        mirror, lift = None, ''
+        if draw(st.integers(0, 2)) == 0:
+            mirror = draw(wheres().flatmap(conditional))
         # In a lifted function Flax runs ``setup`` before the class maps over the
         # module.
         mapped = {'scan', 'vmap'} & set(kid.wraps)
@@ -127,10 +124,8 @@ def bodies(
             if isinstance(kid.spec, Composite):
                 possible -= {'custom_vjp'}  # Flax itself leaks tracers of scans.
             if kid.wraps or kid.frozen or mirror or isinstance(kid.spec, Composite):
-                possible -= {
-                    'jax.jit',
-                    'jax.checkpoint',
-                }  # What setup makes would leak.
+                # What setup makes would leak.
+                possible -= {'jax.jit', 'jax.checkpoint'}
             lift = draw(st.sampled_from(('', *sorted(possible))))
         return Use(index, lift, mirror)
 

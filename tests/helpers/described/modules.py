@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,25 @@ from flax import linen
 def param(module: linen.Module, name: str, size: int = 3) -> jax.Array:
     """A parameter, a vector."""
     return module.param(name, linen.initializers.normal(), (size,))
+
+
+class Do(linen.Module):
+    """Does something, given as a function of the module and its arguments."""
+
+    body: Callable[..., Any]
+
+    @linen.compact
+    def __call__(self, *args: Any) -> Any:
+        return self.body(self, *args)
+
+
+class Cell(linen.Module):
+    """Uses one of its layers twice."""
+
+    @linen.compact
+    def __call__(self, x):
+        a, b = linen.Dense(3, name='a'), linen.Dense(3, name='b')
+        return x + a(jnp.tanh(b(jnp.tanh(a(x)))))
 
 
 class Affine(linen.Module):

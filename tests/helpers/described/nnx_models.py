@@ -10,22 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from flax_sg import nnx
+from tests.helpers.described import language
 from tests.helpers.described.by_hand import warped
-from tests.helpers.described.language import (
-    Block,
-    Composite,
-    Inner,
-    Leaf,
-    OnValue,
-    Own,
-    Part,
-    Program,
-    Residual,
-    Shared,
-    Use,
-    Where,
-    left,
-)
 from tests.helpers.described.real import filter_of
 
 # What is said in NNX in another way: modules, rules, filters, transforms of functions.
@@ -34,45 +20,47 @@ RULES = {'collection': 'function', 'read_only': 'stop'}
 LIFTS = {'remat', 'jit'}
 
 
-def possible(part: Part) -> Part:
+def possible(part: language.Part) -> language.Part:
     """The nearest model that NNX has: no module at two paths, none that is scoped."""
     spec: Any = part.spec
-    if isinstance(spec, Leaf):
-        spec = Leaf(LEAVES.get(spec.kind, spec.kind))
+    if isinstance(spec, language.Leaf):
+        spec = language.Leaf(LEAVES.get(spec.kind, spec.kind))
     else:
         kids = tuple(map(possible, spec.kids))
-        spec = Composite(spec.style, kids, _possible(spec.body))
+        spec = language.Composite(spec.style, kids, _possible(spec.body))
     rule = RULES.get(part.rule, part.rule)
     where, wraps = _relative(part.where), part.wraps
-    return Part(spec, wraps, where, frozen=part.frozen, rule=rule)
+    return language.Part(spec, wraps, where, frozen=part.frozen, rule=rule)
 
 
-def _possible(body: Program) -> Program:
+def _possible(body: language.Program) -> language.Program:
     out: list[Any] = []
     for item in body:
         match item:
-            case Shared():
+            case language.Shared():
                 continue
-            case Residual():
-                item = Residual(_possible(item.body))
-            case Block():
+            case language.Residual():
+                item = language.Residual(_possible(item.body))
+            case language.Block():
                 rule, inside = RULES.get(item.rule, item.rule), _possible(item.body)
-                item = Block(_relative(item.where), inside, rule)
-            case Use():
+                item = language.Block(_relative(item.where), inside, rule)
+            case language.Use():
                 lift = item.lift if item.lift in LIFTS else ''
                 mirror = item.mirror and _relative(item.mirror)
-                item = Use(item.kid, lift, mirror)
+                item = language.Use(item.kid, lift, mirror)
         out.append(item)
     return tuple(out)
 
 
-def _relative(where: Where) -> Where:
+def _relative(where: language.Where) -> language.Where:
     """A view names paths from itself on."""
     kind = 'under' if where.kind == 'root' else where.kind
     return dataclasses.replace(where, kind=kind)
 
 
-def viewed(module: Any, where: Where, rule: str = 'stop', x: Any = None) -> nnx.Module:
+def viewed(
+    module: Any, where: language.Where, rule: str = 'stop', x: Any = None
+) -> nnx.Module:
     """A view of a module, for ``x``."""
     selected, options = filter_of(where, x), {'unused': 'ignore'}
     if rule == 'scale':
@@ -90,15 +78,15 @@ class Node(nnx.Module):
         part: its description.
     """
 
-    def __init__(self, part: Part, params: Any) -> None:
+    def __init__(self, part: language.Part, params: Any) -> None:
         self.part = part
         for name, value in params.items():
             is_module = isinstance(value, dict)
             made = Node(self._kid(name), value) if is_module else nnx.Param(value)
             setattr(self, name, made)
 
-    def _kid(self, name: str) -> Part:
-        assert isinstance(self.part.spec, Composite)
+    def _kid(self, name: str) -> language.Part:
+        assert isinstance(self.part.spec, language.Composite)
         return self.part.spec.kids[int(name.removeprefix('k'))]
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -124,7 +112,7 @@ def _wrapped(wraps: tuple[str, ...]) -> Callable[[Any, Any], Any]:
 
 def _bare(node: Node, x: jax.Array) -> jax.Array:
     spec = node.part.spec
-    if isinstance(spec, Composite):
+    if isinstance(spec, language.Composite):
         return Running().result(spec.body, x, node)
     if spec.kind == 'affine':
         return x * node.w + node.b
@@ -138,20 +126,20 @@ def _bare(node: Node, x: jax.Array) -> jax.Array:
 _inner = jax.jit(lambda p0, p1, x: x * p0 + p1)
 
 
-class Running(OnValue):
+class Running(language.OnValue):
     """The statements of a composite module. Their place is a view of it."""
 
-    def block(self, item: Block, place: Any) -> None:
-        with left():
+    def block(self, item: language.Block, place: Any) -> None:
+        with language.left():
             self.run(item.body, viewed(place, item.where, item.rule, self.x))
 
-    def own(self, item: Own, place: Any) -> None:
+    def own(self, item: language.Own, place: Any) -> None:
         self.x = self.x * getattr(place, item.name)
 
-    def inner(self, item: Inner, place: Any) -> None:
+    def inner(self, item: language.Inner, place: Any) -> None:
         self.x = jnp.tanh(_inner(place.p0[...], place.p1[...], self.x))
 
-    def use(self, item: Use, place: Any) -> None:
+    def use(self, item: language.Use, place: Any) -> None:
         def call(kid: Any, x: Any) -> Any:
             seen = kid if item.mirror is None else viewed(kid, item.mirror, x=x)
             return jnp.tanh(seen(x))

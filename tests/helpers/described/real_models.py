@@ -17,31 +17,16 @@ import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers.described import language
-from tests.helpers.described.language import (
-    HOWS,
-    Ahead,
-    Block,
-    Call,
-    Calls,
-    Inner,
-    Leaf,
-    OnValue,
-    Open,
-    Part,
-    Use,
-    left,
-)
 from tests.helpers.described.modules import LEAVES, Affine, param
 from tests.helpers.described.real import Real, filter_of, rewrite_of
-
-VALUES = ('params', 'ema')
+from tests.helpers.lifts import DERIVATIVES, LIFTS
 
 # Transforms of classes.
 
 
 def _mapped_class(lift: Any, cls: Any) -> Any:
     options: dict[str, Any] = {
-        'variable_axes': dict.fromkeys(VALUES, 0),
+        'variable_axes': dict.fromkeys(('params', 'ema'), 0),
         'split_rngs': {'params': True},
         'metadata_params': {nn.PARTITION_NAME: None},
     }
@@ -65,9 +50,9 @@ def _mapped_class(lift: Any, cls: Any) -> Any:
     return type(cls.__name__, (scanned,), {'__call__': nn.nowrap(call)})
 
 
-def make(kid: Part, **fields: Any) -> linen.Module:
+def make(kid: language.Part, **fields: Any) -> linen.Module:
     """A submodule, not bound yet."""
-    if isinstance(kid.spec, Leaf):
+    if isinstance(kid.spec, language.Leaf):
         cls: Any = LEAVES[kid.spec.kind]
     else:
         cls, fields = COMPOSITES[kid.spec.style], {'spec': kid.spec, **fields}
@@ -82,87 +67,8 @@ def make(kid: Part, **fields: Any) -> linen.Module:
     return rewrite(cls(**fields)) if kid.frozen else cls(**fields)
 
 
-# Transforms of functions of a module.
-
-
-def _cond(fn: Any, module: Any, x: Any) -> Any:
-    def negative(module: Any, x: Any) -> Any:
-        return fn(module, x) * 2.0
-
-    return nn.cond(x.sum() > 0, fn, negative, module, x)
-
-
-def _while_loop(fn: Any, module: Any, x: Any) -> Any:
-    def go_on(_: Any, carry: Any) -> Any:
-        return carry[0] < 2
-
-    def step(module: Any, carry: Any) -> Any:
-        return carry[0] + 1, fn(module, carry[1])
-
-    return nn.while_loop(go_on, step, module, (0, x), broadcast_variables=VALUES)[1]
-
-
-def _scan(fn: Any, module: Any, x: Any) -> Any:
-    scanned = nn.scan(
-        lambda module, x, _: (fn(module, x), None),
-        variable_broadcast=VALUES,
-        split_rngs={'params': False},
-        length=2,
-    )
-    return scanned(module, x, None)[0]
-
-
-def _vmap(fn: Any, module: Any, x: Any) -> Any:
-    mapped = nn.vmap(
-        fn,
-        variable_axes=dict.fromkeys(VALUES),
-        split_rngs={'params': False},
-        in_axes=None,
-        axis_size=2,
-    )
-    return mapped(module, x).mean(0)
-
-
-def _map_variables(fn: Any, module: Any, x: Any) -> Any:
-    def doubled(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf * 2.0, tree)
-
-    return nn.map_variables(fn, 'params', trans_in_fn=doubled)(module, x)
-
-
-def _custom_vjp(fn: Any, module: Any, x: Any) -> Any:
-    def forward(module: Any, x: Any) -> Any:
-        return nn.vjp(fn, module, x)
-
-    def backward(pull_back: Any, y_t: Any) -> Any:
-        params_t, x_t = pull_back(y_t * 3.0)
-        return params_t, x_t
-
-    return nn.custom_vjp(fn, forward, backward)(module, x)
-
-
-def _vjp(fn: Any, module: Any, x: Any) -> Any:
-    y, pull_back = nn.vjp(fn, module, x)
-    return y + pull_back(y)[1]
-
-
-LIFTS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    '': lambda fn, module, x: fn(module, x),
-    'remat': lambda fn, module, x: nn.remat(fn)(module, x),
-    'jit': lambda fn, module, x: nn.jit(fn)(module, x),
-    'scan': _scan,
-    'vmap': _vmap,
-    'cond': _cond,
-    'while_loop': _while_loop,
-    'map_variables': _map_variables,
-    'custom_vjp': _custom_vjp,
-    'vjp': _vjp,
-}
 # Those of JAX, around a function of ``x`` that reads a bound module.
-RAW: dict[str, Callable[[Any], Any]] = {
-    'jax.jit': jax.jit,
-    'jax.checkpoint': jax.checkpoint,
-}
+RAW: dict[str, Any] = {'jax.jit': jax.jit, 'jax.checkpoint': jax.checkpoint}
 # No variables can be created in these.
 NOT_AT_INIT = ('scan', 'vmap', 'cond', 'while_loop', 'map_variables', *RAW)
 
@@ -226,17 +132,17 @@ class SetupComposite(Composite):
 COMPOSITES = {'setup': SetupComposite, 'compact': CompactComposite}
 
 
-class _Running(OnValue, Real):
+class _Running(language.OnValue, Real):
     """The statements of a composite module that is called."""
 
     def __init__(self, module: Any, kids: list[linen.Module]) -> None:
         self.module, self.kids = module, kids
-        self._raw: dict[Use, Callable[[Any], Any]] = {}
+        self._raw: dict[language.Use, Callable[[Any], Any]] = {}
 
     def own(self, item: language.Own, place: Any) -> None:
         self.x = self.x * self.module.own(item.name)
 
-    def inner(self, item: Inner, place: Any) -> None:
+    def inner(self, item: language.Inner, place: Any) -> None:
         own = {'w': self.module.own('p0'), 'b': self.module.own('p1')}
         self.x = jnp.tanh(_apply_inner(own, self.x))
 
@@ -244,7 +150,7 @@ class _Running(OnValue, Real):
         if self.module.handed_in is not None:
             self.x = jnp.tanh(self.module.handed_in(self.x))
 
-    def use(self, item: Use, place: Any) -> None:
+    def use(self, item: language.Use, place: Any) -> None:
         def call(module: Any, x: Any) -> Any:
             if item.mirror is not None:
                 # A view that writes as the module does.
@@ -260,13 +166,14 @@ class _Running(OnValue, Real):
             compiled = RAW[item.lift](lambda x: call(kid, x))
             self.x = self._raw.setdefault(item, compiled)(self.x)
         else:
-            self.x = LIFTS['' if creates else item.lift](call, kid, self.x)
+            lift = 'none' if creates or not item.lift else item.lift
+            self.x = (LIFTS | DERIVATIVES)[lift](call, kid, self.x)
 
 
 # Calls.
 
 
-def in_two(fn: Any, ahead: Ahead | None) -> Any:
+def in_two(fn: Any, ahead: language.Ahead | None) -> Any:
     """A function of parameters and ``x``, as the two that ``sg.precompute`` makes."""
 
     def run(params: Any, x: Any) -> Any:
@@ -282,7 +189,7 @@ def in_two(fn: Any, ahead: Ahead | None) -> Any:
     return fn if ahead is None else run
 
 
-class RealCalls(Calls, Real):
+class RealCalls(language.Calls, Real):
     """Calls models in real blocks.
 
     Attributes:
@@ -290,18 +197,20 @@ class RealCalls(Calls, Real):
         traces: how often Python ran, by what was called.
     """
 
-    def __init__(self, models: tuple[Part, ...], params: Any, x: jax.Array) -> None:
+    def __init__(
+        self, models: tuple[language.Part, ...], params: Any, x: jax.Array
+    ) -> None:
         super().__init__(models, params, x)
-        self.traces = Counter[Call]()
+        self.traces = Counter[language.Call]()
         self.modules = [make(part) for part in models]
         self._paths = [list(flatten_dict(one)) for one in params]
-        self._functions: dict[Call, Any] = {}
+        self._functions: dict[language.Call, Any] = {}
         self._found = set[Any]()
         self._threads = 0
 
-    def function(self, item: Call, place: tuple[Open, ...]) -> Any:
+    def function(self, item: language.Call, place: tuple[language.Open, ...]) -> Any:
         made = self._functions.get(item)
-        made = made or HOWS[item.how](in_two(self._counted(item), item.ahead))
+        made = made or language.HOWS[item.how](in_two(self._counted(item), item.ahead))
         self._functions[item] = made
 
         # Equal blocks share a trace, if no other one is open that equals one of them. A
@@ -325,7 +234,7 @@ class RealCalls(Calls, Real):
 
         return fn
 
-    def _counted(self, item: Call) -> Any:
+    def _counted(self, item: language.Call) -> Any:
         def fn(params: Any, x: Any) -> Any:
             self.traces[item] += 1
             variables = {'params': params, 'ema': jax.tree.map(jnp.sin, params)}
@@ -347,10 +256,13 @@ class RealCalls(Calls, Real):
         super().thread(item, place)
         self._threads -= 1
 
-    def block(self, item: Block, place: tuple[Open, ...]) -> None:
-        opened = Open(item, self.x)
+    def block(self, item: language.Block, place: tuple[language.Open, ...]) -> None:
+        opened = language.Open(item, self.x)
         try:
-            with left(), rewrite_of(item.where, item.rule, item.judged, self.x):
+            with (
+                language.left(),
+                rewrite_of(item.where, item.rule, item.judged, self.x),
+            ):
                 self.run(item.body, (*place, opened))
         except (errors.UnusedFilterError, UserWarning):
             # Something may have read a variable all the same.

@@ -43,8 +43,6 @@ PROGRAMS: dict[str, Program] = {
     'first in it': (Block(WEIGHTS, (USE, USE)), USE),
     'nested': (USE, Block(WEIGHTS, (USE, Block(OTHERS, (USE,)), USE)), USE),
     'nested, first in it': (Block(OTHERS, (Block(WEIGHTS, (USE,)), USE)), USE),
-    'twice': (Block(EVERYTHING, (USE,)), USE, Block(WEIGHTS, (USE,)), USE),
-    'raises': (USE, Block(EVERYTHING, (USE, Leave())), USE),
     'all': (
         USE,
         Block(WEIGHTS, (USE, Block(OTHERS, (USE, Leave())))),
