@@ -257,12 +257,18 @@ def check(where: str, array: Array, aval: Aval) -> None:
         aval: the type that was traced.
 
     Raises:
-        ArgumentTypeError: if it is of another shape or dtype, or only one of the two is
-            a shard in ``jax.shard_map``.
+        ArgumentTypeError: if it is of another shape or dtype, is split otherwise on a
+            mesh of explicit axes, or only one of the two is a shard in
+            ``jax.shard_map``.
     """
     type_ = jax.typeof(array)
-    if (type_.shape, type_.dtype) != (aval.shape, aval.dtype):
-        again = 'a float: 0.0 in place of 0' if is_number(array) else 'the new shapes'
+    is_alike = (type_.shape, type_.dtype) == (aval.shape, aval.dtype)
+    if not is_alike or jaxprs.explicit_spec(type_) != jaxprs.explicit_spec(aval):
+        again = 'the new shapes'
+        if is_number(array):
+            again = 'a float: 0.0 in place of 0'
+        elif is_alike:
+            again = 'such arrays, or with shapes that have their sharding='
         raise errors.ArgumentTypeError(
             f'{where} is {type_.str_short()}, and was traced as {aval.str_short()}.\n'
             f'Call sg.precompute again with {again}.'

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_sg import errors, filters
 from flax_sg.ahead.arguments import Name, check
@@ -220,8 +221,10 @@ class Precomputed(InNotebooks):
             )
         arrays = list[Array]()
         for n, (array, aval) in enumerate(zip(kept, types, strict=True)):
+            if np.shape(array) == aval.shape:
+                array = jaxprs.placed(array, aval)
             check(f'Array {n} of what is kept', array, aval)
-            arrays.append(jaxprs.placed(array, aval))
+            arrays.append(array)
         if self._batch is None:
             return arrays
         return self._batch.back(self._split.kept, arrays, self._split.avals)
