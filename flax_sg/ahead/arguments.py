@@ -285,17 +285,32 @@ def check(where: str, array: Array, aval: Aval) -> None:
 
 
 def named_in(
-    each: Name | Sequence[Name], count: int, kwargs: Kwargs, own: Collection[Name]
+    each: Name | Sequence[Name],
+    count: int,
+    kwargs: Kwargs,
+    own: Collection[Name],
+    words: Mapping[int, str],
 ) -> tuple[Name, ...]:
-    """The arguments that ``each=`` names, in the order in which it does."""
+    """The arguments that ``each=`` names, in the order in which it does.
+
+    Args:
+        each: positions and names.
+        count: how many arguments are given by position.
+        kwargs: those that are given by name.
+        own: those that hold the parameters.
+        words: the names in the signature, by position.
+    """
     names = [each] if isinstance(each, (int, str)) else [*each]
+    positions = {word: n for n, word in words.items() if n < count}
     named: list[Name] = []
     for name in names:
+        if isinstance(name, str):
+            name = positions.get(name, name)
         if name not in (*range(-count, count), *kwargs):
             raise errors.ArgumentTypeError(
                 f'each={each!r} names {name!r}, and fun gets {count} arguments'
                 f'{" and " + ", ".join(kwargs) if kwargs else ""}.\n'
-                'Give positions, counted from 0, or names of keyword arguments.'
+                'Give positions, counted from 0, or names of arguments.'
             )
         named.append(name % count if isinstance(name, int) else name)
         if named[-1] in own:

@@ -45,9 +45,9 @@ class Precomputed(InNotebooks):
     _report: Report
 
     @property
-    def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes of what is kept."""
-        return tuple(map(jaxprs.shape_of, self._types))
+    def kept(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of what is kept, as ``early`` returns it."""
+        return [*map(jaxprs.shape_of, self._types)]
 
     @property
     def axes(self) -> list[int | None]:
@@ -257,7 +257,7 @@ def precompute(
     >>> params, x = {'body': jnp.ones((4, 2)), 'head': jnp.ones(2)}, jnp.ones((3, 4))
     >>> ahead = sg.precompute(loss, params, x, wrt='head')
     >>> ahead.kept
-    (ShapeDtypeStruct(shape=(3, 2), dtype=float32),)
+    [ShapeDtypeStruct(shape=(3, 2), dtype=float32)]
     >>> kept = ahead.early(params, x)
     >>> sg.grad(ahead.late, wrt='head')(params, kept)
     {'body': ABSENT, 'head': Array([12., 12.], dtype=float32)}
