@@ -92,4 +92,4 @@ def _ways(module: Decoder, text: Data) -> tuple[dict[str, Any], list[Any]]:
     return {
         'partition by hand': lambda: made(head, jax.value_and_grad(by_hand)),
         'sg.precompute': lambda: made(trained, lambda p, *kept: late(p, [*kept])),
-    }, list(ahead.kept)
+    }, ahead.kept

@@ -257,12 +257,18 @@ def check(where: str, array: Array, aval: Aval) -> None:
         aval: the type that was traced.
 
     Raises:
-        ArgumentTypeError: if it is of another shape or dtype, or only one of the two is
-            a shard in ``jax.shard_map``.
+        ArgumentTypeError: if it is of another shape or dtype, is split otherwise on a
+            mesh of explicit axes, or only one of the two is a shard in
+            ``jax.shard_map``.
     """
     type_ = jax.typeof(array)
-    if (type_.shape, type_.dtype) != (aval.shape, aval.dtype):
-        again = 'a float: 0.0 in place of 0' if is_number(array) else 'the new shapes'
+    is_alike = (type_.shape, type_.dtype) == (aval.shape, aval.dtype)
+    if not is_alike or jaxprs.explicit_spec(type_) != jaxprs.explicit_spec(aval):
+        again = 'the new shapes'
+        if is_number(array):
+            again = 'a float: 0.0 in place of 0'
+        elif is_alike:
+            again = 'such arrays, or with shapes that have their sharding='
         raise errors.ArgumentTypeError(
             f'{where} is {type_.str_short()}, and was traced as {aval.str_short()}.\n'
             f'Call sg.precompute again with {again}.'
@@ -279,17 +285,32 @@ def check(where: str, array: Array, aval: Aval) -> None:
 
 
 def named_in(
-    each: Name | Sequence[Name], count: int, kwargs: Kwargs, own: Collection[Name]
+    each: Name | Sequence[Name],
+    count: int,
+    kwargs: Kwargs,
+    own: Collection[Name],
+    words: Mapping[int, str],
 ) -> tuple[Name, ...]:
-    """The arguments that ``each=`` names, in the order in which it does."""
+    """The arguments that ``each=`` names, in the order in which it does.
+
+    Args:
+        each: positions and names.
+        count: how many arguments are given by position.
+        kwargs: those that are given by name.
+        own: those that hold the parameters.
+        words: the names in the signature, by position.
+    """
     names = [each] if isinstance(each, (int, str)) else [*each]
+    positions = {word: n for n, word in words.items() if n < count}
     named: list[Name] = []
     for name in names:
+        if isinstance(name, str):
+            name = positions.get(name, name)
         if name not in (*range(-count, count), *kwargs):
             raise errors.ArgumentTypeError(
                 f'each={each!r} names {name!r}, and fun gets {count} arguments'
                 f'{" and " + ", ".join(kwargs) if kwargs else ""}.\n'
-                'Give positions, counted from 0, or names of keyword arguments.'
+                'Give positions, counted from 0, or names of arguments.'
             )
         named.append(name % count if isinstance(name, int) else name)
         if named[-1] in own:

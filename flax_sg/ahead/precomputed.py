@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_sg import errors, filters
 from flax_sg.ahead.arguments import Name, check
@@ -44,9 +45,9 @@ class Precomputed(InNotebooks):
     _report: Report
 
     @property
-    def kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The shapes of what is kept."""
-        return tuple(map(jaxprs.shape_of, self._types))
+    def kept(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of what is kept, as ``early`` returns it."""
+        return [*map(jaxprs.shape_of, self._types)]
 
     @property
     def axes(self) -> list[int | None]:
@@ -220,8 +221,10 @@ class Precomputed(InNotebooks):
             )
         arrays = list[Array]()
         for n, (array, aval) in enumerate(zip(kept, types, strict=True)):
+            if np.shape(array) == aval.shape:
+                array = jaxprs.placed(array, aval)
             check(f'Array {n} of what is kept', array, aval)
-            arrays.append(jaxprs.placed(array, aval))
+            arrays.append(array)
         if self._batch is None:
             return arrays
         return self._batch.back(self._split.kept, arrays, self._split.avals)
@@ -254,7 +257,7 @@ def precompute(
     >>> params, x = {'body': jnp.ones((4, 2)), 'head': jnp.ones(2)}, jnp.ones((3, 4))
     >>> ahead = sg.precompute(loss, params, x, wrt='head')
     >>> ahead.kept
-    (ShapeDtypeStruct(shape=(3, 2), dtype=float32),)
+    [ShapeDtypeStruct(shape=(3, 2), dtype=float32)]
     >>> kept = ahead.early(params, x)
     >>> sg.grad(ahead.late, wrt='head')(params, kept)
     {'body': ABSENT, 'head': Array([12., 12.], dtype=float32)}

@@ -86,7 +86,8 @@ def traced(
     """Traces a function; see ``precompute``."""
     run = fun.apply if isinstance(fun, linen.Module) else fun
     own = arguments_of(args, argnums)
-    changing = named_in(each, len(args), kwargs, own)
+    words: dict[Any, str] = {**sources.names_of_arguments(run)}
+    changing = named_in(each, len(args), kwargs, own, words)
     trees: dict[Name, Leaves] = dict(enumerate(map(leaves_of, args)))
     trees.update({name: leaves_of(arg) for name, arg in kwargs.items()})
     # Which leaves change, or which parts of them.
@@ -94,7 +95,6 @@ def traced(
         name: [name in changing] * len(tree.values) for name, tree in trees.items()
     }
     takes.update(zip(own, chosen([*own.values()], wrt), strict=True))
-    words: dict[Any, str] = {**sources.names_of_arguments(run)}
     inputs: OrderedDict[str, Array] = OrderedDict()
     arguments = {
         name: Argument.of(name, words.get(name, ''), tree, takes[name], inputs)

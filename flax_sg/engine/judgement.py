@@ -21,6 +21,7 @@ from flax_sg.filters.paths import Path
 from flax_sg.filters.unused import find_unused
 from flax_sg.internals import core_scopes
 from flax_sg.internals.places import warn_once
+from flax_sg.internals.types import Decision, is_meant
 from flax_sg.trees.variables import facts_of, iter_leaf_keys
 
 
@@ -34,6 +35,8 @@ def judge(block: Block, reads: bool) -> None:
     if block.rewrite.unused == 'ignore':
         return
     root = None if block.owner is None else root_of(block.owner)
+    if root is not None and _is_for_an_inner_program(block, root):
+        raise _only_inside(block)
     _meet_the_rest(block)
     error = verdict(block)
     if error and root is not None:
@@ -69,6 +72,27 @@ def _leave_right(block: Block, root: Root | None, reads: bool) -> None:
             warn_once(part.text, part.place)
         else:
             waiting.append(part)
+
+
+def _is_for_an_inner_program(block: Block, root: Root) -> bool:
+    """Whether a block is for an inner ``apply`` alone, in a function of ``jax.jit``.
+
+    JAX keeps the program, in which the block does nothing. A call at top level would
+    get it, where the block covers this ``apply``.
+    """
+    if block.effective or block.kept_trace == root.kept_trace:
+        return False
+    return any(map(is_meant, _answers_inside(block, set())))
+
+
+def _answers_inside(block: Block, matched: set[filters.Filter]) -> list[Decision]:
+    """What the filter says of the variables of an inner ``apply``."""
+    asker, answers = block.asker, list[Decision]()
+    # A function may raise for variables that its block does not cover.
+    with contextlib.suppress(Exception):
+        for facts in block.uncovered:
+            answers.append(asker.ask(asker.path_of(facts), matched))
+    return answers
 
 
 def leave_unjudged(block: Block) -> None:
@@ -153,7 +177,7 @@ def _unused(
     owner = None if block.tree is None else block.owner_path
     # The names in ``a & b`` may all be there, and no variable match both.
     any_selected = isinstance(where, filters.And) and any(
-        filters.is_meant(asker.ask(path)) for path in paths
+        is_meant(asker.ask(path)) for path in paths
     )
     error = find_unused(where, matched, paths, owner, any_selected)
     if block.collections:
@@ -162,10 +186,7 @@ def _unused(
         error = _nothing_read(block)
     if error and block.uncovered:
         either = set(matched)
-        # A function may raise for variables that its block does not cover.
-        with contextlib.suppress(Exception):
-            for facts in block.uncovered:
-                asker.ask(asker.path_of(facts), either)
+        _answers_inside(block, either)
         if len(either) == len(where.atoms):
             error = _only_inside(block)
     if error:  # The traceback may end at another line, where a tree was complete.

@@ -142,7 +142,7 @@ def _respelled(
     Returns:
         A pattern that fits one of the paths; '' if there is none.
     """
-    names = pattern.split('/')
+    names = pattern.strip('/').split('/')
     for n, (name, other) in enumerate(zip(names, near.split('/'), strict=False)):
         # A name that is no identifier, such as 'gln_*', has a meaning in the pattern.
         if re.fullmatch(rf'{re.escape(name)}_\d+', other):  # One of a list of modules.

@@ -50,7 +50,7 @@ class Why:
 
     Attributes:
         output, parameter: their names.
-        status: the word of ``GradientFlow.status``.
+        status: ``'flows'``, ``'partly'``, ``'stopped'`` or ``'unused'``.
         lines: the lines of the user between them, such as
             ``'model.py:31 (Net.__call__)'``, in a notebook ``'In[3]:31 (...)'``.
         by: what stops the gradient, and its line: ``'argmax at model.py:33 (...)'``. A
@@ -136,7 +136,7 @@ class GradientFlow(Shown):
         return {**self.__dict__, 'explain': _no_way}
 
     def status_of(self, output: str, parameter: str) -> str:
-        """How an output treats a parameter, one of the words of ``status``.
+        """One of ``'flows'``, ``'partly'``, ``'stopped'`` and ``'unused'``.
 
         Raises:
             UnknownNameError: if there is no such output or parameter.

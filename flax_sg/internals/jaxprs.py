@@ -111,6 +111,14 @@ def placed(array: Array, aval: Aval) -> Array:
     return jax.sharding.reshard(array, sharding)
 
 
+def explicit_spec(aval: Aval) -> tuple[Any, ...]:
+    """How a type is split, on a mesh whose axes are part of types; () if it is not."""
+    spec = [*(getattr(getattr(aval, 'sharding', None), 'spec', None) or ())]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return tuple(spec)
+
+
 def varying_axes(aval: Aval) -> frozenset[str]:
     """The axes of a ``jax.shard_map`` along which the values of a type differ.
 

@@ -123,7 +123,8 @@ class _Given:
         that is tied in the target. Then one of the given values has the Variable's
         shapes and dtypes.
         """
-        if _form(leaf.value) not in self._forms:
+        # An array in no Variable is tied to none.
+        if not is_variable(leaf.value) or _form(leaf.value) not in self._forms:
             return False
         return any(map(self._lacks, self._paths[leaf]))
 

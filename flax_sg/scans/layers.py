@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
+from flax.core.meta import AxisMetadata
 from flax.core.scope import in_filter
 from jax.extend import core
 from numpy.typing import NDArray
@@ -123,7 +124,10 @@ def split_scan(
         reverse: whether the last layer is the first to run.
         **options: other arguments of ``jax.lax.scan``.
     """
-    pairs = jax.tree_util.tree_leaves_with_path(xs)
+    # A box around an array adds nothing to its path.
+    is_box = lambda node: isinstance(node, AxisMetadata)  # noqa: E731
+    nodes = jax.tree_util.tree_leaves_with_path(xs, is_leaf=is_box)
+    pairs = [(keys, leaf) for keys, node in nodes for leaf in jax.tree.leaves(node)]
     stack = [leaf for _, leaf in pairs]
     names = [lifting.param_path(keys, 'in') for keys, _ in pairs]
     params = [name is not None for name in names]

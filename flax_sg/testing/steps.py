@@ -70,7 +70,7 @@ class Moves(Shown):
         return unique(self.parameters)
 
     def status_of(self, parameter: str) -> str:
-        """What the step did to a parameter, one of the words of ``status``.
+        """One of ``'moves'``, ``'partly'``, ``'stuck'``, ``'drifts'`` and ``'still'``.
 
         Raises:
             UnknownNameError: if there is no such parameter.

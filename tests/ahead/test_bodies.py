@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import flax_sg as sg
+from flax_sg import errors
 from flax_sg import linen as nn
 from tests.helpers import oracle
 from tests.helpers.splits import (
@@ -385,6 +386,10 @@ def test_a_frozen_tower_over_devices(check_vma: bool):
     assert 'shard_map at test_bodies.py' in str(ahead)
 
 
+def plain(params: Any, x: Any) -> Any:
+    return jnp.sum(jnp.tanh(x @ params['torso']) @ params['head'])
+
+
 def test_a_mesh_of_explicit_axes():
     """What is kept may be stored, and given as arrays of NumPy."""
     mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Explicit,) * 2)
@@ -398,6 +403,11 @@ def test_a_mesh_of_explicit_axes():
         for given in kept, [*map(np.asarray, kept)]:
             ours = sg.value_and_grad(ahead.late, wrt='head')(params, given)
             assert_same(ours, right)
+        # JAX would gather the examples in silence, or raise far from here.
+        with pytest.raises(errors.ArgumentTypeError, match=r'\[4@data,4\].*\[4,4\]'):
+            sg.precompute(plain, PARAMS, SQUARE, wrt='head').early(params, x)
+        with pytest.raises(errors.ArgumentTypeError, match=r'\[4,4\].*\[4@data,4\]'):
+            ahead.early(PARAMS, SQUARE)
 
 
 @pytest.mark.parametrize('policy', (None, jax.checkpoint_policies.dots_saveable))

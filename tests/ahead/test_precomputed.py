@@ -99,6 +99,19 @@ def test_keyword_arguments_are_given_by_name():
         ahead.late(PARAMS, kept)
 
 
+def test_an_argument_by_position_has_a_name_too():
+    """As for ``static_argnames`` of ``jax.jit``."""
+
+    def fun(params: Any, x: Any, key: Any) -> Any:
+        return loss(params, x @ params['body']['w']) * jax.random.normal(key)
+
+    ahead = sg.precompute(fun, PARAMS, X, KEY, wrt='head/**', each='key')
+    out = jax.eval_shape(ahead.late, PARAMS, ahead.kept, KEY)
+    assert out == jax.eval_shape(fun, PARAMS, X, KEY)
+    late = ahead.late(PARAMS, ahead.early(PARAMS, X), KEY)
+    assert_same(late, fun(PARAMS, X, KEY))
+
+
 class Model(nn.Module):
     """A frozen tower with dropout and a normalization, behind it a head."""
 

@@ -424,3 +424,31 @@ def test_a_read_of_another_tree_traces_no_helper_again():
         model.apply(variables, X)
         counts.append(len(traces))
     assert counts[1:] == counts[:1] * 2
+
+
+@pytest.mark.parametrize('where', ['kernel', True, lambda path: path == 'kernel'])
+@pytest.mark.parametrize('begin', ['init', 'apply'])
+def test_a_jitted_block_for_an_inner_apply_raises_in_a_module(where, begin):
+    """JAX keeps the program: a call at top level would get it, without a stop."""
+
+    @jax.jit
+    def helper(variables: Any, x: Any) -> Any:
+        with nn.stop_gradient(where):
+            return jnp.sum(PLAIN.apply(variables, x))
+
+    class Calls(fnn.Module):
+        @fnn.compact
+        def __call__(self, x):
+            kernel = self.param('kernel', fnn.initializers.ones, (2,))
+            return jnp.sum(kernel * x[0]) + helper(VARIABLES_OF_PLAIN, x)
+
+    own = {'params': {'kernel': jnp.ones(2)}}
+    with pytest.raises(errors.UnusedFilterError, match='inside of another'):
+        if begin == 'init':
+            Calls().init(jax.random.key(0), X)
+        else:
+            Calls().apply(own, X)
+    grads = jax.grad(helper)(VARIABLES_OF_PLAIN, X)['params']
+    assert oracle.is_zero(grads['kernel'])
+    assert oracle.is_zero(grads['bias']) == (where is True)
+    Calls().apply(own, X)  # It gets the program of the call at top level.

@@ -368,6 +368,19 @@ def test_another_length_than_the_stack_raises_as_in_flax():
 # Some parameters of a layer.
 
 
+def test_a_box_adds_nothing_to_the_path_of_a_frozen_parameter():
+    variables = stack_of().init(RNGS, X, EACH, 1.0)
+
+    def grads(frozen: Any, given: Any) -> Any:
+        stack = stack_of(frozen_layers=frozen)
+        return jax.grad(lambda v: jnp.sum(stack.apply(v, X, EACH, 1.0)[0]))(given)
+
+    expected = grads(slice(0, 2), variables)
+    oracle.assert_same(grads({'w': slice(0, 2)}, variables), expected)
+    plain, of_plain = linen.unbox(variables), linen.unbox(expected)
+    oracle.assert_same(grads({'w': slice(0, 2)}, plain), of_plain)
+
+
 class Biased(linen.Module):
     @linen.compact
     def __call__(self, x, _):
