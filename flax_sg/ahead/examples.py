@@ -200,14 +200,14 @@ def _no_axis(
         name, first = next(x for x in data if x[1].shape[:1] == (count,))
         of, beside = f'{count} examples', f', as {name} is {first.str_short()}'
     advice = (
-        'With examples=True, the first axis of each array of data is that of the '
-        'examples. If they are along another axis, move it to the front.\n'
+        '\nWith examples=True, the first axis of each array of data is that of the '
+        'examples. If they are along another axis, move it to the front.'
     )
     return errors.ArgumentTypeError(
         f'{where} is {aval.str_short()}, and has no axis of {of} in front{beside}.\n'
-        f'{advice if aval.shape else ""}'
         'Name an argument that is the same for all batches in argnums=: late takes it, '
         'too. Name a key in each=.'
+        f'{advice if aval.shape else ""}'
     )
 
 

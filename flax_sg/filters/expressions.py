@@ -125,6 +125,8 @@ class Filter(ToldByHash, abc.ABC):
             return None
         under = f' under {"/".join(owner)!r}' if owner else ''
         advice = self._advice(paths) if paths else 'There are no variables.'
+        if [*paths] == ['']:
+            advice = 'There is one array, and no tree: are arguments exchanged?'
         variables = 'variable' if len(paths) == 1 else 'variables'
         return errors.UnusedFilterError(
             f'{self!r} matches none of the {len(paths)} {variables}{under}.',

@@ -56,6 +56,20 @@ def later(module: Any) -> Any:
     return in_steps(module)
 
 
+@jax.jit
+def encoded(variables: Any) -> Any:
+    with nn.stop_gradient('kernel'):
+        return MODEL.apply(variables, X)
+
+
+class Calls(fnn.Module):
+    """Has a kernel, and calls a function that opens a block for another one."""
+
+    @fnn.compact
+    def __call__(self) -> Any:
+        return encoded(VARIABLES) @ self.param('kernel', ONES, (2, 2))
+
+
 class Applies(fnn.Module):
     """Applies a model to weights of its own."""
 
@@ -171,6 +185,9 @@ CASES: dict[str, Any] = {
     'an apply inside of another one': (
         lambda: run(nn.stop_gradient('ker*'), Applies(), {'params': {'own': PARAMS}}),
         lambda: run(nn.stop_gradient('own/**'), Applies(), {'params': {'own': PARAMS}}),
+    ),
+    'a jitted function that opens a block for another model': lambda: Calls().init(
+        jax.random.key(0)
     ),
     'a write in a transform in a block': (
         write_in_remat,

@@ -112,6 +112,7 @@ CASES: dict[str, Any] = {
     'outputs without others': lambda: sg.gradient_flow(product, PARAMS, has_aux=True),
     'a keyword of other libraries': lambda: sg.grad(product, of=nn.Dense(1)),
     'a filter in the place of argnums': lambda: sg.grad(product, HEADS)(PARAMS),
+    'an array in place of a tree': lambda: sg.grad(product, wrt='head/w')(jnp.ones(2)),
     'nothing to differentiate': lambda: sg.grad(product, wrt=False),
     'one filter for what is trained and what is frozen': (
         lambda: gradients(sg.grad(product, wrt='head/w')(PARAMS)),
