@@ -4,13 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
 
 import flax_sg as sg
 from flax_sg.ahead.writes import handed_through
+from tests.ahead.splits import assert_same, bits
 
 X = jax.random.normal(jax.random.key(5), (6, 4))
 
@@ -51,20 +51,14 @@ def test_steps_go_on_as_those_of_the_function(jit: Any):
     wrt = nnx.DiffState(0, nnx.PathContains('head'))
     ours = jit(nnx.value_and_grad(ahead.late, argnums=wrt))
     right = jit(nnx.value_and_grad(fun, argnums=wrt))
-    values: list[float] = []
+    values: set[float] = set()
     for _ in range(3):
         mine, theirs = ours(model, kept), right(other, X)
-        values.append(mine[0])
-        states = nnx.state(model), nnx.state(other)
-        assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
-        pairs = zip(
-            *map(jax.tree.leaves, ((mine, states[0]), (theirs, states[1]))), strict=True
-        )
-        for a, b in pairs:
-            if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-                a, b = map(jax.random.key_data, (a, b))
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert len({*map(float, values)}) == 3
+        values.add(float(mine[0]))
+        mine, theirs = (mine, nnx.state(model)), (theirs, nnx.state(other))
+        assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+        assert_same(*(bits(jax.tree.leaves(x)) for x in (mine, theirs)))
+    assert len(values) == 3
 
 
 def in_a_loop(body: Any, x: Any) -> Any:
@@ -89,8 +83,7 @@ def test_what_a_transformation_writes_as_it_was(call: Any):
     assert [k.shape for k in ahead.kept] == [(6, 4)]
     kept = ahead.early(model, teacher, X)
     for _ in range(3):
-        right = fun(other, teacher, X)
-        np.testing.assert_allclose(ahead.late(model, kept), right, rtol=1e-5)
+        assert_same(ahead.late(model, kept), fun(other, teacher, X))
 
 
 # Functions of two arrays that return two, and which of these are inputs.
@@ -151,8 +144,8 @@ def test_another_variable_in_the_place_of_one():
     ahead = sg.precompute(fun, model, X, wrt='head/**')
     kept = ahead.early(model, X)
     for _ in range(3):
-        np.testing.assert_allclose(ahead.late(model, kept), fun(other, X), rtol=1e-5)
-        np.testing.assert_allclose(model.mean[...], other.mean[...], rtol=1e-5)
+        assert_same(ahead.late(model, kept), fun(other, X))
+        assert_same(model.mean[...], other.mean[...])
 
 
 def test_a_teacher_among_the_data():
@@ -169,7 +162,6 @@ def test_a_teacher_among_the_data():
     kept = ahead.early(model, teacher, X)
     for _ in range(2):
         ours = ahead.late(model, teacher, kept)
-        right = distill(other, other_teacher, X)
-        np.testing.assert_allclose(ours, right, rtol=1e-5)
+        assert_same(ours, distill(other, other_teacher, X))
     assert teacher.drop.rngs is not None
     assert teacher.seen['count'] == 2

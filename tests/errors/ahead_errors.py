@@ -73,17 +73,13 @@ def in_another_mode() -> Any:
 where, ahead = 'head', split()
 
 CASES: dict[str, Any] = {
-    'parameters that change at each step': lambda: sg.precompute(
-        loss, PARAMS, X, each=0
-    ),
+    'parameters that change': lambda: sg.precompute(loss, PARAMS, X, each=0),
     'nothing to compute once': lambda: sg.precompute(loss, PARAMS, X, each=1),
     'a teacher that draws another mask at each step': lambda: sg.precompute(
         distilled, PARAMS, nnx.Dropout(0.5, rngs=nnx.Rngs(0)), X, wrt='head'
     ),
     'a batch of another size': lambda: split().early(PARAMS, X[:2]),
-    'other parameters computed once': lambda: split().early(
-        {'head': PARAMS['head']}, X
-    ),
+    'other parameters first': lambda: split().early({'head': PARAMS['head']}, X),
     'a list in place of an array': lambda: split().early(PARAMS, [X, X]),
     'a model in another mode': in_another_mode,
     'a batch left out': lambda: split().early(PARAMS),

@@ -181,7 +181,7 @@ CASES: dict[str, Any] = {
     'the truth of a filter': lambda: a and b,
     'a tree without an answer': lambda: split({'head': True}),
     'a tree with collections': lambda: split({'params': {'head': True, 'body': False}}),
-    'a typo in a tree of flags': lambda: jax.jit(
+    'a typo in a tree': lambda: jax.jit(
         lambda flag: sg.stop_gradient(
             PARAMS, {'head': flag, 'body': False, 'bdoy': flag}
         )
@@ -205,7 +205,7 @@ CASES: dict[str, Any] = {
         lambda: sg.partition(PARAMS, sg.arrays(lambda a: a.ndim == 0)),
     ),
     'integers that are trained': lambda: of_integers('body/*'),
-    'an output that there is not': lambda: testing.assert_flows(
+    'an unknown output': lambda: testing.assert_flows(
         loss, 'head/*', PARAMS, output='los'
     ),
 }

@@ -107,9 +107,7 @@ CASES: dict[str, Any] = {
         lambda: of_frozen_layers({'**/kernel': slice(0, 1)}),
     ),
     'a depth of a table': lambda: sg.tabulate(Layer(), jnp.ones(2), depth='all'),
-    'another program': lambda: testing.assert_same_program(
-        jnp.sin, jnp.negative, SHAPES
-    ),
+    'two programs': lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
     'a program of another argument': lambda: testing.assert_same_program(
         lambda x, y: x, lambda x, y: y, SHAPES, SHAPES
     ),
@@ -124,25 +122,21 @@ CASES: dict[str, Any] = {
         lambda: testing.moves(nnx.state(MODEL), MODEL),
         lambda: testing.moves(jax.tree.map(jnp.copy, nnx.state(MODEL)), MODEL),
     ),
-    'parameters of another model': lambda: testing.moves(
-        PARAMS, {'head': PARAMS['head']}
-    ),
-    'parameters of another shape': lambda: testing.moves(
+    'moves of another model': lambda: testing.moves(PARAMS, {'head': PARAMS['head']}),
+    'moves of another shape': lambda: testing.moves(
         PARAMS, {**PARAMS, 'head': jnp.ones(1)}
     ),
     'gradients of another tree': lambda: testing.moves(
         PARAMS, descends(PARAMS), {'tail': jnp.ones(3)}
     ),
-    'another part moved': lambda: testing.assert_moves_only(
+    'another part that moved': lambda: testing.assert_moves_only(
         PARAMS, descends(PARAMS), 'body'
     ),
     'a report with arguments': lambda: testing.assert_flows(
         sg.gradient_flow(loss, PARAMS), 'head', PARAMS
     ),
     'a class as a table': lambda: sg.tabulate(fnn.Dense, jnp.ones(2)),
-    'keys as in flax.linen.tabulate': lambda: sg.tabulate(
-        fnn.Dense(2), jax.random.key(0)
-    ),
+    'keys as in Flax': lambda: sg.tabulate(fnn.Dense(2), jax.random.key(0)),
     'variables as in apply': (
         lambda: sg.tabulate(fnn.Dense(2), {'params': {'kernel': 1.0}}, jnp.ones(2)),
         lambda: sg.tabulate(fnn.Dense(2), jnp.ones(2)),

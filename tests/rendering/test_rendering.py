@@ -48,26 +48,12 @@ def test_the_matrix_and_its_legend():
 
 def test_numbers_in_names_are_in_order():
     # As JAX orders the keys of a dict.
-    names = [
-        'enc/layer/0/b_10',
-        'enc/layer/0/b_9',
-        'enc/layer/10/att/w',
-        'enc/layer/10/mlp/w',
-        'enc/layer/2/att/w',
-        'enc/layer/2/mlp/w',
-        'scale',
-    ]
+    layer = ['enc/layer/0/b_10', 'enc/layer/0/b_9']
+    tenth, second = ([f'enc/layer/{n}/{x}/w' for x in ('att', 'mlp')] for n in (10, 2))
     status = ['flows', 'stopped', 'unused', 'flows', 'flows', 'flows', 'flows']
-    layers = report({'loss': status}, names)
-    assert [row.name for row in layers.matrix().rows] == [
-        'enc/layer/0/b_9',
-        'enc/layer/0/b_10',
-        'enc/layer/2/att/w',
-        'enc/layer/2/mlp/w',
-        'enc/layer/10/att/w',
-        'enc/layer/10/mlp/w',
-        'scale',
-    ]
+    layers = report({'loss': status}, [*layer, *tenth, *second, 'scale'])
+    rows = [row.name for row in layers.matrix().rows]
+    assert rows == [*layer[::-1], *second, *tenth, 'scale']
     groups = ['enc/layer/0', 'enc/layer/2', 'enc/layer/10', '']
     assert list(layers.by_module(3)) == groups
     assert layers.by_module(3)['enc/layer/10'] == ('partly',)
@@ -161,11 +147,8 @@ def drawn(monkeypatch, path, flow, **options):
 
     saved = []
     save = figure.Figure.savefig
-    monkeypatch.setattr(
-        figure.Figure,
-        'savefig',
-        lambda self, *args, **kw: saved.append(self) or save(self, *args, **kw),
-    )
+    noted = lambda self, *args, **kw: saved.append(self) or save(self, *args, **kw)  # noqa: E731
+    monkeypatch.setattr(figure.Figure, 'savefig', noted)
     flow.plot(path, **options)
     (axes,) = saved[-1].axes
     return axes, image.imread(path)
@@ -189,10 +172,8 @@ def test_the_picture_has_the_matrix_in_its_cells(dark, monkeypatch, tmp_path):
     assert shown == [row.name for row in rows]
     assert axes.get_title(loc='left') == 'Who trains whom'
     legend = axes.texts[-1].get_text().replace('\n', ' ')
-    assert all(
-        f'{WORDS[key].text}: {WORDS[key].meaning}' in legend
-        for key in ('flows', 'stopped', 'unused')
-    )
+    for key in 'flows', 'stopped', 'unused':
+        assert f'{WORDS[key].text}: {WORDS[key].meaning}' in legend
     assert_inside(pixels)
     assert (pixels[0, 0, :3].mean() < 0.1) == dark
     # Letters of 11 points are legible on a phone, which is 390 pixels wide.
@@ -220,14 +201,13 @@ def test_a_cell_of_a_notebook_that_ends_in_a_report_shows_the_table():
         hidden = jnp.tanh(jnp.sin(params['body']['<w>']) * x)
         return jnp.sum(jax.lax.stop_gradient(hidden) * params['head']['w'])
 
-    reports = [
+    for each in (
         sg.gradient_flow(loss, params, jnp.ones(2)),
         sg.precompute(loss, params, jnp.ones(2), wrt='head/**'),
         sg.testing.moves(params, params),
         sg.paths(params),
         sg.tabulate(linen.Dense(2), jnp.ones(2)),
-    ]
-    for each in reports:
+    ):
         shown = each._repr_html_()
         assert shown.startswith('<pre')
         assert html.unescape(shown.partition('>')[2]) == f'{each}</pre>'

@@ -197,13 +197,10 @@ def test_what_is_there_is_not_computed_again(tmp_path: Path):
 
 def test_a_file_of_another_process_stays_for_an_hour(tmp_path: Path):
     sg.store(of_pair, (X, Y), tmp_path, batch_size=4)
-    young, old, of_others = (
-        tmp_path / name
-        for name in (
-            f'00000000.npy.{"1" * 32}.part',
-            f'about.json.{"2" * 32}.part',
-            'film.mkv.part',
-        )
+    young = tmp_path / f'00000000.npy.{"1" * 32}.part'
+    old, of_others = (
+        tmp_path / f'about.json.{"2" * 32}.part',
+        tmp_path / 'film.mkv.part',
     )
     for part in (young, old, of_others):
         part.touch()
@@ -246,9 +243,8 @@ def test_a_missing_row_raises_when_it_is_read(tmp_path: Path):
     np.testing.assert_array_equal(rows[[0, 3]][1], [0, 3])
     with pytest.raises(errors.MissingRowsError, match=r'00000001\.npy is missing'):
         rows[[0, 5]]
-    with pytest.raises(
-        errors.MissingRowsError, match=r'00000002\.npy is missing, cut off'
-    ):
+    said = r'00000002\.npy is missing, cut off'
+    with pytest.raises(errors.MissingRowsError, match=said):
         rows[-1]
 
 
@@ -311,8 +307,7 @@ BLIND: dict[str, Any] = {
     'a few numbers are far larger': (masked(X), masked(-X)),
     'bools of which few hold': (np.eye(ROWS, 5000) > 0, np.eye(ROWS, 5000, 7) > 0),
     'small ints of which few hold': (
-        np.eye(ROWS, 5000, dtype=np.int8),
-        np.eye(ROWS, 5000, 7, dtype=np.int8),
+        *(np.eye(ROWS, 5000, n, dtype=np.int8) for n in (0, 7)),
     ),
     'large ints': (10**9 + Y, 10**9 + Y[::-1]),
 }
@@ -346,10 +341,9 @@ def test_open_rows_see_that_the_folder_has_others(tmp_path: Path):
     for file in tmp_path.iterdir():
         file.unlink()
     sg.store(of_pair, (X, Y), tmp_path, batch_size=3)
-    with pytest.raises(errors.MissingRowsError, match='of another store'):
-        rows[0]
-    with pytest.raises(errors.MissingRowsError, match='of another store'):
-        rows[:]
+    for at in 0, slice(None):
+        with pytest.raises(errors.MissingRowsError, match='of another store'):
+            rows[at]
 
 
 def test_rounding_is_not_stale(tmp_path: Path):
@@ -381,26 +375,18 @@ def test_of_two_first_starts_one_is_right(tmp_path: Path):
     [won] = [n for n in (0, 1) if isinstance(ends[n], sg.Rows)]
     assert isinstance(ends[1 - won], errors.StaleRowsError)
     # Later batches of the other one were compared, too, or never written.
-    assert_rows(sg.store(scaled([1, 3][won]), (X, Y), tmp_path, batch_size=4),
-                2 * [1, 3][won] * X, Y)  # fmt: skip
+    rows = sg.store(scaled([1, 3][won]), (X, Y), tmp_path, batch_size=4)
+    assert_rows(rows, 2 * [1, 3][won] * X, Y)
 
 
 # What is in no row.
 
 
-def of_one(params, x):
-    return jnp.tanh(x @ params['w']), params['prompts'].sum(0)
-
-
 def test_what_no_example_changes_is_kept_once(tmp_path: Path):
     fixed = jnp.arange(6.0).reshape(2, 3)
-    rows = sg.store(
-        lambda x: {'row': x, 'fixed': fixed, 'number': 7},
-        X,
-        tmp_path,
-        batch_size=4,
-        axes={'row': 0, 'fixed': None, 'number': None},
-    )
+    fun = lambda x: {'row': x, 'fixed': fixed, 'number': 7}  # noqa: E731
+    how: Any = {'batch_size': 4, 'axes': {'row': 0, 'fixed': None, 'number': None}}
+    rows = sg.store(fun, X, tmp_path, **how)
     for at in (3, [1, 2], slice(None)):
         np.testing.assert_array_equal(rows[at]['fixed'], fixed, strict=True)
         assert rows[at]['number'] == 7 and rows[at]['number'].shape == ()
@@ -409,17 +395,10 @@ def test_what_no_example_changes_is_kept_once(tmp_path: Path):
     np.testing.assert_array_equal(rows[:]['row'], X, strict=True)
     assert os.path.getsize(tmp_path / 'fixed.npy') < 500
     os.truncate(tmp_path / 'fixed.npy', 150)
-    with pytest.raises(
-        errors.MissingRowsError, match=r'fixed\.npy is missing, cut off'
-    ):
+    said = r'fixed\.npy is missing, cut off'
+    with pytest.raises(errors.MissingRowsError, match=said):
         sg.Rows(tmp_path)
-    rows = sg.store(
-        lambda x: {'row': x, 'fixed': fixed, 'number': 7},
-        X,
-        tmp_path,
-        batch_size=4,
-        axes={'row': 0, 'fixed': None, 'number': None},
-    )
+    rows = sg.store(fun, X, tmp_path, **how)
     np.testing.assert_array_equal(rows[0]['fixed'], fixed, strict=True)
 
 
@@ -459,24 +438,15 @@ def test_grain_shuffles_and_goes_on(tmp_path: Path):
     """In its threads, in order, and from the state of an iterator."""
     grain = pytest.importorskip('grain', reason='grain is an extra of the pages')
     rows = sg.store(of_pair, (X, Y), tmp_path, batch_size=4)
-    batches = (
-        grain.MapDataset.range(len(rows))
-        .shuffle(seed=0)
-        .repeat(2)
-        .batch(4, drop_remainder=True)
-        .map(rows.__getitem__)
-    )
+    numbers = grain.MapDataset.range(len(rows)).shuffle(seed=0).repeat(2)
+    batches = numbers.batch(4, drop_remainder=True).map(rows.__getitem__)
     plain = [batches[n] for n in range(len(batches))]
     for x, y in plain:
         np.testing.assert_array_equal(x, 2 * X[y], strict=True)
     assert sorted(np.concatenate([y for _, y in plain])[:8]) != [*range(8)]
-    iterator = iter(batches.to_iter_dataset())
+    iterator, fresh = (iter(batches.to_iter_dataset()) for _ in range(2))
     read = [next(iterator) for _ in range(2)]
-    state = iterator.get_state()
-    other = iter(batches.map(lambda x: x).to_iter_dataset())
-    del other
-    fresh = iter(batches.to_iter_dataset())
-    fresh.set_state(state)
+    fresh.set_state(iterator.get_state())
     for found, right in zip([*read, *fresh], plain, strict=True):
         np.testing.assert_array_equal(found[1], right[1])
     assert isinstance(rows, grain.sources.RandomAccessDataSource)
@@ -565,10 +535,7 @@ def test_an_error_says_for_which_examples(tmp_path: Path):
         assert y[0] < 8
         return of_pair(x, y)
 
-    for source, said in (
-        (Broken(), 'examples 4 to 7 of 11'),
-        ((X, Y), '8 to 10 of 11'),
-    ):
+    for source, said in (Broken(), 'examples 4 to 7 of 11'), ((X, Y), '8 to 10 of 11'):
         with pytest.raises((KeyError, AssertionError)) as raised:
             sg.store(fun, source, tmp_path, batch_size=4)
         assert said in raised.value.__notes__[0]
@@ -627,9 +594,8 @@ def test_six_steps_of_adam_are_those_of_the_whole_loss(way: str, tmp_path: Path)
         return jnp.mean(jax.vmap(of_one, (None, 0, 0))(p, x, y))
 
     if way == 'examples=True':
-        ahead = sg.precompute(
-            loss, params, x[:size], y[:size], wrt='head/**', examples=True
-        )
+        split: Any = {'wrt': 'head/**', 'examples': True}
+        ahead = sg.precompute(loss, params, x[:size], y[:size], **split)
         late, axes = ahead.late, 0
         early = functools.partial(ahead.early, params)
     else:
