@@ -95,12 +95,8 @@ def test_it_may_be_derived_inside_of_the_step_and_keeps_no_tracer():
 
     y, grads = step(PARAMS, variables, X)
     assert y.shape == (2, 2)
-    by_hand = jax.jit(
-        lambda p, x: jax.grad(lambda h: 2.0 * x[0, 0] * loss({**p, 'head': h}, x))(
-            p['head']
-        )
-    )
-    oracle.assert_same(grads['head'], by_hand(PARAMS, X))
+    scaled = lambda p, x: 2.0 * x[0, 0] * loss(p, x)  # noqa: E731
+    oracle.assert_same(grads['head'], jax.jit(jax.grad(scaled))(PARAMS, X)['head'])
 
 
 def test_every_gradient_call_takes_it():
@@ -124,9 +120,8 @@ def test_absent_stands_for_all_that_was_below_it():
     oracle.assert_same(grads['head']['w'], 2 * PARAMS['head']['w'])
     tx = sg.freeze(optax.sgd(0.5), ~live)
     updates, _ = tx.update(grads, tx.init(pruned), pruned)
-    oracle.assert_same(
-        updates, {'body': sg.ABSENT, 'head': {'w': -grads['head']['w'] / 2}}
-    )
+    head = {'w': -grads['head']['w'] / 2}
+    oracle.assert_same(updates, {'body': sg.ABSENT, 'head': head})
     for wrong in ({'body': 1.0}, {'body': X}, {'bod': sg.ABSENT}):
         with pytest.raises(sg.errors.UnknownNameError, match='There was no'):
             sg.mask({**PARAMS, **wrong}, trained=live)
@@ -180,9 +175,7 @@ def test_two_networks_as_two_arguments_have_one_naming():
     grads = sg.grad(of_generator, (0, 1), wrt=live)(gen, dis, z)
     assert grads[1]['w'] is sg.ABSENT
     by_hand = jax.grad(of_generator, (0, 1))(gen, dis, z)
-    oracle.assert_same(
-        (grads[0]['w'], grads[1]['v']), (by_hand[0]['w'], by_hand[1]['v'])
-    )
+    oracle.assert_same(*((g[0]['w'], g[1]['v']) for g in (grads, by_hand)))
     # The tuple of both networks has the same paths.
     assert sg.mask((gen, dis), frozen=~live) == ({'w': False}, {'w': True, 'v': False})
     alone = sg.live(of_generator, gen, dis, z, argnums=1)
@@ -277,9 +270,8 @@ def test_a_number_is_traced_and_one_that_is_asked_for_raises_with_the_line(name)
         [head, _, write] = str(raised.value).splitlines()
         assert 'asks for the value of step' in head
         assert f'functools.partial(loss, step={args[0]!r}), and give weight' in write
-        assert isinstance(
-            raised.value.__cause__, (TypeError, LookupError, AttributeError)
-        )
+        cause = raised.value.__cause__
+        assert isinstance(cause, (TypeError, LookupError, AttributeError))
     # Bound, it is a constant; the weight stays an input, of which nothing is known.
     live = sg.live(functools.partial(loss, step=1), params, weight=0.0)
     grads = sg.grad(loss, wrt=live)(params, 1, 0.5)
@@ -452,9 +444,7 @@ of_both.defvjp(lambda a, b: (of_both(a, b), None), lambda _, g: (g[0] + g[1], g[
 
 
 @pytest.mark.parametrize('name', MANY)
-def test_the_proof_for_one_output_stands_for_those_that_train_no_more(
-    name, monkeypatch
-):
+def test_one_proof_stands_for_outputs_that_train_no_more(name, monkeypatch):
     fn, count, found = MANY[name]
     proofs: list[int] = []
     prove = pullback.zero_gradients

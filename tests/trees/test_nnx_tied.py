@@ -148,7 +148,7 @@ def test_one_state_at_two_places_is_two_leaves(make):
         return lambda tree: sum(x.sum() for x in jax.tree.leaves(stop(tree)))
 
     by_hand = loss(
-        lambda tree: tree | {'target': jax.lax.stop_gradient(tree['target'])}
+        lambda tree: tree | jax.lax.stop_gradient({'target': tree['target']})
     )
     ours = loss(lambda tree: sg.stop_gradient(tree, 'target/**'))
     for name in 'target', 'online':
