@@ -20,19 +20,30 @@ KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (4, 6, 6))
 W = jax.random.normal(jax.random.key(1), (6, 6)) / 2
 ROWS = np.array([2, 0, 3, 1])
-NCHW = ('NHWC', 'HWIO', 'NHWC')
 
 
-def time_scan(x: Any, reverse: bool = False) -> Any:
+def convolved(x: Any, shape: tuple[int, ...], **how: Any) -> Any:
+    """With a kernel of ones."""
+    how['dimension_numbers'] = ('NHWC', 'HWIO', 'NHWC')
+    return lax.conv_general_dilated(x, jnp.ones(shape), (1, 1), 'SAME', **how)
+
+
+def time_scan(x: Any) -> Any:
     """A cell over time, from zeros, with its states and the last one."""
 
     def turn(h: Any, row: Any) -> Any:
         return jnp.tanh(h @ W + row), (h, row.sum(-1))
 
-    return lax.scan(turn, jnp.zeros((4, 6)), jnp.swapaxes(x, 0, 1), reverse=reverse)
+    return lax.scan(turn, jnp.zeros((4, 6)), jnp.swapaxes(x, 0, 1))
 
 
 FIRST = W.argmax() % 3
+
+
+def of_row(row: Any, key: Any = None) -> Any:
+    """A key of a seed in the data, or of another key and a number in them."""
+    number = (row[0, 0] * 9).astype(int)
+    return jax.random.key(number) if key is None else jax.random.fold_in(key, number)
 
 
 def swapped(_: Any, x: Any) -> Any:
@@ -83,9 +94,7 @@ APART: dict[str, Any] = {
     'elementwise': lambda x: jnp.where(x > 0, jnp.exp(x), W) + jnp.clip(x, 0, 1) * 2,
     'a product': lambda x: jnp.einsum('btd,de->ebt', x, W),
     'a product in a batch': lambda x: jnp.einsum('btd,bsd->tbs', x, x),
-    'a convolution': lambda x: lax.conv_general_dilated(
-        x[..., None], jnp.ones((2, 2, 1, 3)), (1, 1), 'SAME', dimension_numbers=NCHW
-    ),
+    'a convolution': lambda x: convolved(x[..., None], (2, 2, 1, 3)),
     'rolled': lambda x: jnp.roll(x, 1, axis=1),
     'merged axes': lambda x: jax.nn.relu(x.reshape(24, 6) @ W),
     'merged and taken apart': lambda x: (x.reshape(24, 6) @ W).reshape(4, 6, 2, 3),
@@ -106,11 +115,8 @@ APART: dict[str, Any] = {
     'parts by a number': lambda x: lax.dynamic_slice_in_dim(x, W.argmax() % 3, 2, 1),
     'parts written': lambda x: lax.dynamic_update_slice_in_dim(x, x[:, :2], FIRST, 1),
     'parts put together': lambda x: (
-        jnp.concatenate([x, jnp.zeros((4, 1, 6))], 1),
-        jnp.stack([x, x], 1),
-        jnp.pad(x, ((0, 0), (1, 1), (0, 0))),
-        jnp.split(x, 2, axis=1)[1],
-        jnp.tile(x, (1, 2, 1)),
+        *(jnp.concatenate([x, jnp.zeros((4, 1, 6))], 1), jnp.stack([x, x], 1)),
+        *(jnp.pad(x, ((0, 0), (1, 1), (0, 0))), jnp.split(x, 2, 1), jnp.tile(x, 2)),
     ),
     'a table': lambda x: W[jnp.clip(x[..., 0] * 3, 0, 5).astype(int)],
     'parts of each': lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
@@ -124,15 +130,10 @@ APART: dict[str, Any] = {
         jnp.linalg.eigh(x + x.mT)[0],
     ),
     'frequencies': lambda x: jnp.abs(jnp.fft.fft(x)),
-    'noise of own keys': lambda x: jax.vmap(
-        lambda row: jax.random.normal(
-            jax.random.split(jax.random.fold_in(KEY, (row[0, 0] * 9).astype(int)))[1],
-            (3,),
-        )
-    )(x),
-    'keys of seeds': lambda x: jax.vmap(
-        lambda row: jax.random.uniform(jax.random.key((row[0, 0] * 9).astype(int)))
-    )(x),
+    'noise of own keys': jax.vmap(
+        lambda r: jax.random.normal(jax.random.split(of_row(r, KEY))[1], (3,))
+    ),
+    'keys of seeds': jax.vmap(lambda row: jax.random.uniform(of_row(row))),
     'a checkpoint': jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ W) @ W)),
     'a table of zeros': lambda x: x.reshape(4, 36) + jnp.zeros((4, 36)) @ jnp.eye(36),
     'nothing': lambda x: jnp.zeros((4, 0)) + x[:, 0, :0],
@@ -140,9 +141,7 @@ APART: dict[str, Any] = {
     'one for several': lambda x: lax.broadcast_in_dim(x[:, :1], (4, 5, 6), (0, 1, 2)),
     'a row of each': lambda x: x[jnp.arange(4), jnp.argmax(x[..., 0], 1)],
     'a row of each, by numpy': lambda x: x[np.arange(4), x[:, 0].argmax(1) % 6],
-    'a row of each, the other way': lambda x: jnp.swapaxes(x, 0, 1)[
-        x[:, 0].argmax(1) % 6, jnp.arange(4)
-    ],
+    'the other way': lambda x: x.swapaxes(0, 1)[x[:, 0].argmax(1) % 6, jnp.arange(4)],
     'an element of each': lambda x: x[jnp.arange(4), 2, x[:, 0].argmax(1)],
     'integers': lambda x: lax.bitcast_convert_type(x, jnp.int32) >> 3,
 }
@@ -170,9 +169,7 @@ MIXED: dict[str, Any] = {
     'pairs of rows': lambda x: jnp.concatenate(
         [jnp.arange(4)[:, None], x[:, 0, :1].astype(int)], 1
     ),
-    'examples as channels': lambda x: lax.conv_general_dilated(
-        x[None], jnp.ones((1, 1, 6, 6)), (1, 1), 'SAME', dimension_numbers=NCHW
-    ).sum(1),
+    'examples as channels': lambda x: convolved(x[None], (1, 1, 6, 6)).sum(1),
     'windows over examples': lambda x: lax.reduce_window(
         x, 0.0, lax.add, (2, 1, 1), (1, 1, 1), 'SAME'
     ),
@@ -183,13 +180,8 @@ MIXED: dict[str, Any] = {
     ),
     'a swap in a loop': lambda x: lax.fori_loop(0, 2, swapped, x[:, :4]),
     'axes that cross': lambda x: x[:, :4, 0] + x[:, :4, 0].T,
-    'groups of examples': lambda x: lax.conv_general_dilated(
-        x[..., None],
-        jnp.ones((2, 2, 1, 2)),
-        (1, 1),
-        'SAME',
-        dimension_numbers=NCHW,
-        batch_group_count=2,
+    'groups of examples': lambda x: convolved(
+        x[..., None], (2, 2, 1, 2), batch_group_count=2
     ),
     'a branch by all': lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
     'a loop until all': lambda x: lax.while_loop(
@@ -199,9 +191,7 @@ MIXED: dict[str, Any] = {
         lambda c, row: (c, row - row.mean(0, keepdims=True)), 0, x.swapaxes(0, 1)
     )[1],
     'halves': lambda x: x.reshape(2, 2, 36).sum(0),
-    'callbacks': lambda x: jax.pure_callback(
-        np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method='sequential'
-    ),
+    'callbacks': lambda x: jax.pure_callback(np.sin, x, x, vmap_method='sequential'),
 }
 
 

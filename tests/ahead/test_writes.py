@@ -86,41 +86,43 @@ def test_what_a_transformation_writes_as_it_was(call: Any):
         assert_same(ahead.late(model, kept), fun(other, teacher, X))
 
 
-# Functions of two arrays that return two, and which of these are inputs.
-HANDED: dict[str, tuple[Any, list[int | None]]] = {
-    'as they are': (lambda a, b: (b, a), [1, 0]),
-    'something else': (lambda a, b: (a + b, 1.0), [None, None]),
-    'through jit': (lambda a, b: jax.jit(lambda a, b: (b, a * 2))(a, b), [1, None]),
+NEW = None
+# Which of two outputs are inputs, and a function of two arrays that returns them.
+HANDED: dict[str, tuple[list[int | None], Any]] = {
+    'as they are': ([1, 0], lambda a, b: (b, a)),
+    'something else': ([NEW, NEW], lambda a, b: (a + b, 1.0)),
+    'through jit': ([1, NEW], jax.jit(lambda a, b: (b, a * 2))),
     'through two': (
-        lambda a, b: jax.checkpoint(lambda a, b: jax.jit(lambda a: (a, b))(a))(b, a),
-        [1, 0],
+        *([1, 0], jax.checkpoint(lambda a, b: jax.jit(lambda b: (b, a))(b))),
     ),
     'by one branch or another': (
-        lambda a, b: lax.cond(a[0] > 0, lambda: (a, a), lambda: (a, b)),
-        [0, None],
+        *([0, NEW], lambda a, b: lax.cond(a[0] > 0, lambda: (a, a), lambda: (a, b))),
     ),
-    'carried': (
-        lambda a, b: lax.fori_loop(0, 3, lambda _, c: (c[0], c[1] + 1), (a, b)),
-        [0, None],
-    ),
-    'carried by turns': (
-        lambda a, b: lax.scan(lambda c, _: ((c[1], c[0]), None), (a, b), length=1)[0],
-        [None, None],
-    ),
-    'scanned': (
-        lambda a, b: lax.scan(lambda c, x: (c, (x, x + c)), b[0], a)[1],
-        [0, None],
-    ),
+    'carried': ([0, NEW], lambda *c: lax.fori_loop(0, 3, one_more, c)),
+    'by turns': ([NEW, NEW], lambda *c: lax.scan(exchanged, c, length=1)[0]),
+    'scanned': ([0, NEW], lambda a, b: lax.scan(beside, b[0], a)[1]),
     'after a while': (
+        [0, NEW],
         lambda a, b: lax.while_loop(lambda c: c[1][0] < 3, lambda c: (c[0], a), (a, b)),
-        [0, None],
     ),
 }
 
 
+def one_more(_: Any, carry: Any) -> Any:
+    return carry[0], carry[1] + 1
+
+
+def exchanged(carry: Any, _: None) -> Any:
+    return carry[::-1], None
+
+
+def beside(carry: Any, x: Any) -> Any:
+    return carry, (x, x + carry)
+
+
 @pytest.mark.parametrize('name', HANDED)
 def test_which_outputs_are_inputs(name: str):
-    fun, expected = HANDED[name]
+    expected, fun = HANDED[name]
     x = jnp.arange(3.0)
     assert handed_through(jax.make_jaxpr(fun)(x, x)) == expected
 
