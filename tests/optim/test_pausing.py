@@ -26,9 +26,7 @@ X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 MORE: dict[str, Any] = {
     'rows': lambda: sg.freeze(optax.adamw(0.1), sg.at('last/w', 0)),
     'amsgrad': lambda: optax.amsgrad(0.1),
-    'memories': lambda: optax.chain(
-        optax.scale_by_lbfgs(memory_size=2), optax.scale(-0.1)
-    ),
+    'memories': lambda: optax.chain(optax.scale_by_lbfgs(2), optax.scale(-0.1)),
     'schedule': lambda: optax.adamw(optax.linear_schedule(0.1, 0.01, 5)),
     'hyperparameters': lambda: optax.inject_hyperparams(optax.adamw)(0.1),
     'schedule-free': lambda: optax.contrib.schedule_free_adamw(0.1, warmup_steps=2),
@@ -93,10 +91,7 @@ def mask_as_filter(mask: Any) -> Any:
 
 def elements(n: Any) -> Any:
     """A mask of elements, another one in each step."""
-    return {
-        'w': (jnp.arange(8).reshape(2, 4) + n) % 3 < 1,
-        'b': jnp.arange(4) < n - 2,
-    }
+    return {'w': (jnp.arange(8).reshape(2, 4) + n) % 3 < 1, 'b': jnp.arange(4) < n - 2}
 
 
 # What is frozen in each step: nothing, and from the third one on for a while.

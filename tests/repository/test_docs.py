@@ -114,10 +114,8 @@ def test_the_returned_objects(request: pytest.FixtureRequest):
     before, head, rest = page.partition('## Returned objects\n')
     table = re.findall(r'\|---\|---\|\n((?:\|.*\n)*)', rest)[0]
     if request.config.getoption('--rewrite'):
-        page = (
-            before + head + rest.replace(f'|---|---|\n{table}', f'|---|---|\n{made}', 1)
-        )
-        (DOCS / 'names.md').write_text(page)
+        rest = rest.replace(f'|---|---|\n{table}', f'|---|---|\n{made}', 1)
+        (DOCS / 'names.md').write_text(before + head + rest)
         return
     assert table == made
 

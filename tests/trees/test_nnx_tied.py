@@ -239,11 +239,8 @@ def test_reports_of_children_that_know_their_parent():
         return (model(X) * jax.lax.stop_gradient(model.child.layer(X))).sum()
 
     model = Parent()
-    assert [one.path for one in sg.paths(model)] == [
-        'child/around/0/1',
-        KERNEL,
-        'scale',
-    ]
+    paths = [one.path for one in sg.paths(model)]
+    assert paths == ['child/around/0/1', KERNEL, 'scale']
     stopping = lambda m: m.child(jax.lax.stop_gradient(X)).sum()  # noqa: E731
     sg.testing.assert_trains_only(stopping, [KERNEL, 'scale'], model)
     only = lambda m: jnp.sum(m.scale[...] * m.child(X))  # noqa: E731
