@@ -222,13 +222,9 @@ def test_labels():
 
 def test_leaves_that_no_optimizer_can_take():
     # Hazard 26; and hazard 31, gradients of jax.grad with allow_int.
-    params = {
-        'w': jnp.ones(2),
-        'i': jnp.arange(3),
-        'k': sg.NonDifferentiable(jax.random.key(0)),
-        'm': sg.NonDifferentiable(2**30 + 1),
-        'f': sg.NonDifferentiable(0.3),
-    }
+    marked = {'k': jax.random.key(0), 'm': 2**30 + 1, 'f': 0.3}
+    params = {name: sg.NonDifferentiable(x) for name, x in marked.items()}
+    params |= {'w': jnp.ones(2), 'i': jnp.arange(3)}
     tx = sg.freeze(optax.adamw(0.1, weight_decay=0.5))
     zeros = {name: jax.tree.map(jnp.zeros_like, params[name]) for name in 'mf'}
     integers = np.zeros(3, jax.dtypes.float0)
@@ -262,8 +258,7 @@ NAMED = {
 @pytest.mark.parametrize('name', NAMED)
 def test_a_filter_that_freezes_everything_warns(name):
     params, where, warns = NAMED[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
+    with warnings.catch_warnings(record=True, action='always') as caught:
         sg.freeze(optax.sgd(0.1), where).init(params)
         sg.freeze(optax.sgd(0.1), where, unused='ignore').init(params)
     texts = [str(w.message) for w in caught]

@@ -17,13 +17,8 @@ from tests.helpers.turns import in_turn
 pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 # A stack of six layers, and an array beside it.
-PARAMS: Any = {
-    'layers': {
-        'w': jnp.linspace(-1.0, 1.0, 120).reshape(6, 4, 5),
-        'b': jnp.ones((6, 5)),
-    },
-    'head': jnp.linspace(0.5, 1.0, 5),
-}
+STACK = {'w': jnp.linspace(-1.0, 1.0, 120).reshape(6, 4, 5), 'b': jnp.ones((6, 5))}
+PARAMS: Any = {'layers': STACK, 'head': jnp.linspace(0.5, 1.0, 5)}
 MORE: dict[str, Any] = {'lion': lambda: optax.lion(0.1), 'sm3': lambda: optax.sm3(0.1)}
 # Rows that are frozen, and the axes in which the layers stand.
 CHOICES: dict[str, Any] = {

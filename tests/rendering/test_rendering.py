@@ -84,10 +84,7 @@ def test_equal_rows_of_repeated_layers_are_one_row():
     whole = report({'loss': frozen + ['flows'] * 6}, names).matrix()
     assert whole.rows[-1] == Row('tail_[0-2]', ('flows',))
     by_part = report({'loss': frozen + ['stopped', 'flows'] * 3}, names).matrix(1)
-    assert [(row.name, row.cells[0]) for row in by_part.rows] == [
-        ('net', 'partly'),
-        ('tail_[0-2]', 'partly'),
-    ]
+    assert [*by_part.rows] == [Row(name, ('partly',)) for name in ('net', 'tail_[0-2]')]
 
 
 def test_what_is_repeated():
@@ -216,14 +213,9 @@ def test_a_cell_of_a_notebook_that_ends_in_a_report_shows_the_table():
 
 def test_a_table_takes_80_columns() -> None:
     """Long cells go on in the next line, behind a '/' or a space; numbers stay."""
-    rows = [
-        [
-            'encoder/blocks_0/attention/query/w',
-            '1,234',
-            'tanh at net.py:12 (A.__call__)',
-        ],
-        ['head/kernel', '8', 'dot_general at network.py:123 (Attention.__call__.f.g)'],
-    ]
+    a = 'encoder/blocks_0/attention/query/w', '1,234', 'tanh at net.py:12 (A.__call__)'
+    b = 'head/kernel', '8', 'dot_general at network.py:123 (Attention.__call__.f.g)'
+    rows = [[*a], [*b]]
     shown = text.table(['path', 'bytes', 'made by'], rows, ['bytes']).splitlines()
     assert max(map(text.width, shown)) <= 80
     assert shown[2:] == [
