@@ -361,8 +361,7 @@ def reports(make):
         return (sg_nnx.stop_gradient(of(tree), '**/a/bias')(X) ** 2).sum()
 
     before = jax.tree.map(jnp.copy, nnx.state(of(tree)))
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # It writes batch statistics.
+    with warnings.catch_warnings(action='ignore'):  # It writes batch statistics.
         grads = sg.grad(loss, wrt='**/kernel', absent='zeros')(tree)
     part, rest = sg.partition(tree, '**/kernel')
     joined = sg.combine(rest, part)
