@@ -1,6 +1,7 @@
 """Stacks of which some layers are trained: the frozen ones below are computed once."""
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,18 +26,15 @@ ABOVE = sg.at('stack', np.s_[2:])
 def turns(fun: Any, *args: Any) -> list[int]:
     """For each loop with a product in it how many turns it has, in order."""
 
-    def of(jaxpr: Any) -> list[int]:
-        found = []
+    def of(jaxpr: Any) -> Iterator[int]:
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name == 'scan':
-                if 'dot_general[' in str(eqn.params['jaxpr']):
-                    found.append(eqn.params['length'])
-            else:
-                inner = eqn.params.get('jaxpr')
-                found += of(getattr(inner, 'jaxpr', inner)) if inner is not None else []
-        return found
+            body = eqn.params.get('jaxpr')
+            if eqn.primitive.name != 'scan' and body is not None:
+                yield from of(getattr(body, 'jaxpr', body))
+            elif 'dot_general[' in str(body):
+                yield eqn.params['length']
 
-    return of(jax.make_jaxpr(fun)(*args).jaxpr)
+    return [*of(jax.make_jaxpr(fun)(*args).jaxpr)]
 
 
 def assert_same(ours: Any, right: Any) -> None:
@@ -171,14 +169,21 @@ def test_frozen_rows_that_are_returned_or_sliced_have_no_gradient():
         assert grads[name][np.array(rows)].all()
 
 
+def by_index(params: Any, more: Any = 0.0) -> Any:
+    """A turn that reads the layer of a number."""
+
+    def turn(h: Any, t: Any) -> Any:
+        w = lax.dynamic_index_in_dim(params['stack'], t, keepdims=False)
+        return jnp.tanh(h @ w) + more, None
+
+    return turn
+
+
 def test_layers_by_an_index() -> None:
     """Loops that read some layers alone: those of frozen layers are computed once."""
 
     def loss(params: Any, x: Any) -> Any:
-        def turn(h: Any, t: Any) -> Any:
-            w = lax.dynamic_index_in_dim(params['stack'], t, keepdims=False)
-            return jnp.tanh(h @ w), None
-
+        turn = by_index(params)
         h, _ = lax.scan(turn, x, jnp.array([1, 0], jnp.uint32))
         return jnp.sum(lax.scan(turn, h, jnp.array([3, 4, 2], jnp.uint32))[0])
 
@@ -189,11 +194,8 @@ def test_loops_that_stay_whole():
     """Frozen layers behind a trained one; cheap layers; a stack as output."""
 
     def loss(params: Any, x: Any) -> Any:
-        def turn(h: Any, t: Any) -> Any:
-            w = lax.dynamic_index_in_dim(params['stack'], t, keepdims=False)
-            return jnp.tanh(h @ w) + x, None
-
-        h, _ = lax.scan(turn, x * params['head'][None], jnp.array([0, 1, 1]))
+        first = x * params['head'][None]
+        h, _ = lax.scan(by_index(params, x), first, jnp.array([0, 1, 1]))
         a, _ = lax.scan(lambda a, w: (a * w[:1], None), x, params['stack'])
         twice = lax.scan(lambda a, _: (a, params['stack']), x, None, 2)[1]
         return jnp.sum(h) + jnp.sum(a) + jnp.sum(twice)
@@ -220,11 +222,7 @@ def test_rows_that_cannot_be_told():
     """An index that depends on data; a loop that reads the whole stack in each turn."""
 
     def loss(params: Any, x: Any) -> Any:
-        def turn(h: Any, t: Any) -> Any:
-            w = lax.dynamic_index_in_dim(params['stack'], t, keepdims=False)
-            return jnp.tanh(h @ w), None
-
-        a, _ = lax.scan(turn, x, (x[:, 0] > 0).astype(int))
+        a, _ = lax.scan(by_index(params), x, (x[:, 0] > 0).astype(int))
         b, _ = lax.scan(lambda h, _: (h @ params['stack'].sum(0), None), x, None, 2)
         return jnp.sum(a @ b.T)
 
@@ -236,7 +234,7 @@ def test_a_stop_on_a_stack_of_which_some_layers_are_trained() -> None:
 
     def loss(params: Any, x: Any) -> Any:
         def run(stack: Any) -> Any:
-            return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0]
+            return lax.scan(layer, x, stack)[0]
 
         target = run(lax.stop_gradient(params['stack']))
         return jnp.mean((run(params['stack']) @ params['head'] - target[:, 0]) ** 2)
