@@ -10,7 +10,6 @@ import pytest
 from flax import linen, nnx
 
 import flax_sg as sg
-from benchmarks import models
 from flax_sg import errors
 from flax_sg import linen as nn
 from flax_sg.rendering.text import amount
@@ -53,12 +52,11 @@ def sizes_of(row: dict[str, Any]) -> tuple[int, int]:
 
 
 class Net(linen.Module):
-    stop: models.Stop = models.no_stop
-    frozen: Any = ()
+    frozen: Any = False
 
     @linen.compact
     def __call__(self, x):
-        with self.stop(self.frozen):
+        with nn.stop_gradient(self.frozen):
             for name in ('body_0', 'body_1'):
                 x = jnp.tanh(linen.Dense(5, name=name)(x))
         return linen.Dense(2, name='head')(x)
@@ -113,7 +111,7 @@ class Relu(linen.Module):
 
 class Nested(linen.Module):
     def setup(self):
-        self.net = Net(nn.stop_gradient, 'body_*/**')
+        self.net = Net('body_*/**')
         self.relu = Relu()
 
     def __call__(self, x):
