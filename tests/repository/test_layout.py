@@ -277,16 +277,14 @@ every_check = pytest.mark.parametrize(
 )
 
 
+# Those that hold for the benchmarks, too.
+FOR_ALL = relative_imports, import_cycles, private_names, long_files
+
+
 @every_check
 def test_flax_sg_has_no_fault(check: Check):
-    assert check(ROOT / 'flax_sg') == []
-
-
-@pytest.mark.parametrize(
-    'check', [relative_imports, import_cycles, private_names, long_files]
-)
-def test_the_benchmarks_have_no_fault(check: Check):
-    assert check(ROOT / 'benchmarks') == []
+    for folder in ['flax_sg', *['benchmarks'] * (check in FOR_ALL)]:
+        assert check(ROOT / folder) == []
 
 
 @every_check
