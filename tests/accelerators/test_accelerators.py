@@ -76,9 +76,8 @@ def gradient(spelling, net=NET):
 
 def shapes(mesh, tree, *spec):
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-    )
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    return jax.tree.map(lambda x: shape(x.shape, x.dtype), tree)
 
 
 @pytest.mark.parametrize('count', [1, 4])

@@ -3,8 +3,8 @@
 JAX splits them; each stands beside the whole program.
 """
 
-import warnings
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import flax_sg as sg
 from flax_sg import errors
 from flax_sg import linen as nn
-from tests.helpers import oracle
-from tests.helpers.splits import (
-    MOVED,
+from tests.ahead.splits import (
     PARAMS,
     TRAINED,
     XS,
@@ -27,6 +25,7 @@ from tests.helpers.splits import (
     assert_split,
     products,
 )
+from tests.helpers import oracle
 
 X = XS[0]
 SQUARE = jax.random.normal(jax.random.key(9), (4, 4))
@@ -38,13 +37,9 @@ MESH = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2)
 ROWS, WHOLE = NamedSharding(MESH, P('data')), NamedSharding(MESH, P())
 
 
-class Case(NamedTuple):
-    """A loss, and how many of its products are made once, and again at each step."""
-
-    fun: Any
-    data: list[tuple[Any, ...]]
-    once: int
-    again: int = 0
+def split(*args: Any, **options: Any) -> Any:
+    """A row of a table: what is compared when it is called."""
+    return partial(assert_split, *args, **options)
 
 
 def over_time(params: Any, xs: Any) -> Any:
@@ -193,14 +188,6 @@ def tower(params: Any, x: Any) -> Any:
     return jnp.sin(jnp.tanh(x @ params['torso']) @ params['torso']) @ params['head']
 
 
-def warned(fun: Any, *args: Any) -> tuple[Any, bool]:
-    """What a function returns, and whether it says that nothing is computed once."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
-        out = fun(*args)
-    return out, any('Nothing is computed once' in str(w.message) for w in caught)
-
-
 def called(**options: Any) -> Any:
     """A loss of the tower, jitted."""
     jitted = jax.jit(tower, **options)
@@ -240,52 +227,6 @@ def inner_map(params: Any, x: Any) -> Any:
     return jax.shard_map(inner, in_specs=specs, out_specs=P(), **how)(params, x)
 
 
-SIGNS = [(XS,), (-XS,)]
-EXPLICIT = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Explicit,))
-CASES = {
-    'a loop over time': Case(over_time, [(XS,)], 1),
-    'a carry that does not change': Case(fixed_carry, [(XS,)], 1),
-    'branches in a loop in a branch': Case(nested, SIGNS, 2),
-    'a loop in a checkpoint in a loop': Case(checkpoint_in_a_loop, [(XS,)], 1),
-    'a frozen loop in a loop': Case(frozen_loop_in_a_loop, [(XS,)], 1),
-    'branches': Case(branches, [(X, jnp.int32(n)) for n in range(3)], 2),
-    'keys in branches': Case(keys_in_branches, [(X, KEY)], 2),
-    'a while': Case(fixed_turns, [(X,)], 2, 1),
-    'a while in a scan': Case(while_in_a_scan, [(abs(XS), KEY)], 2, 1),
-    'a jit that donates': Case(
-        called(in_shardings=(WHOLE, ROWS), donate_argnums=1), [(SQUARE,)], 2
-    ),
-    'a jit with shardings in types': Case(
-        called(out_shardings=NamedSharding(EXPLICIT, P())), [(SQUARE,)], 2
-    ),
-}
-for vma in (False, True):
-    CASES |= {
-        f'sums over devices, check_vma={vma}': Case(
-            mapped(sums_over_devices, P(*AXES), P(), check_vma=vma), [(SQUARE,)], 1
-        ),
-        f'a branch on devices, check_vma={vma}': Case(
-            mapped(branch_on_devices, check_vma=vma), [(SQUARE,)], 2
-        ),
-    }
-# What is kept, where something else would be as right.
-KEPT = {
-    'a loop over time': {(6, 3, 4), ()},
-    'branches in a loop in a branch': {(6, 3, 4), (6,), ()},
-    'a loop in a checkpoint in a loop': {(6, 2, 3, 4)},
-    'a frozen loop in a loop': {(6, 3, 4)},
-}
-
-
-@pytest.mark.parametrize('name', CASES)
-def test_a_part_is_computed_once(name: str):
-    case = CASES[name]
-    for data in case.data:
-        ahead = assert_split(case.fun, *data, once=case.once, again=case.again)
-        if name in KEPT:
-            assert {k.shape for k in ahead.kept} == KEPT[name]
-
-
 def carry_that_changes(params: Any, xs: Any) -> Any:
     """What is known before the first turn alone stays in the loop."""
 
@@ -317,31 +258,48 @@ def turns_that_change(params: Any, x: Any) -> Any:
     return jnp.sum(a @ params['head'])
 
 
-NEGATED: Any = {k: -v if k in TRAINED else v for k, v in PARAMS.items()}
+EXPLICIT = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Explicit,))
 MANUAL: Any = {'axis_names': {'data'}, 'check_vma': False}
-
-
-@pytest.mark.parametrize(
-    ('fun', 'x', 'once'),
-    (
-        (carry_that_changes, XS, 1),
-        (index_that_changes, X, 0),
-        (turns_that_change, X, 0),
-        (mapped(inner_map, **MANUAL), SQUARE, 1),
-        # The other axes of the mesh stay with the compiler.
-        (mapped(tower, **{**MANUAL, 'check_vma': True}), SQUARE, 2),
+CASES = {
+    'a loop over time': split(over_time, XS, once=1, kept={(6, 3, 4), ()}),
+    'a carry that does not change': split(fixed_carry, XS, once=1),
+    'branches in a loop': split(nested, XS, once=2, kept={(6, 3, 4), (6,), ()}),
+    'the others in a loop': split(nested, -XS, once=2, kept={(6, 3, 4), (6,), ()}),
+    'a checkpoint in a loop': split(
+        checkpoint_in_a_loop, XS, once=1, kept={(6, 2, 3, 4)}
     ),
-    ids=('carry', 'index', 'turns', 'map in a map', 'an axis that is not mapped'),
-)
-def test_a_part_that_has_to_stay(fun: Any, x: Any, once: int):
-    ahead, is_said = warned(lambda: sg.precompute(fun, PARAMS, x, wrt=TRAINED))
-    assert is_said == (once == 0)
-    kept = jax.jit(ahead.early)(PARAMS, x)
-    assert products(ahead.early, PARAMS, x) == once
-    how: Any = {'wrt': TRAINED, 'unused': 'ignore'}
-    for params in PARAMS, MOVED, NEGATED:
-        ours = jax.jit(sg.value_and_grad(ahead.late, **how))(params, kept)
-        assert_same(ours, jax.jit(sg.value_and_grad(fun, **how))(params, x))
+    'a frozen loop inside': split(frozen_loop_in_a_loop, XS, once=1, kept={(6, 3, 4)}),
+    'keys in branches': split(keys_in_branches, X, KEY, once=2),
+    'a while': split(fixed_turns, X, once=2, again=1),
+    'a while in a scan': split(while_in_a_scan, abs(XS), KEY, once=2, again=1),
+    'a jit that donates': split(
+        called(in_shardings=(WHOLE, ROWS), donate_argnums=1), SQUARE, once=2
+    ),
+    'a jit with shardings in types': split(
+        called(out_shardings=NamedSharding(EXPLICIT, P())), SQUARE, once=2
+    ),
+    # A part of each has to stay.
+    'a carry that changes': split(carry_that_changes, XS, once=1, reads=True),
+    'an index that changes': split(index_that_changes, X, once=0, reads=True),
+    'turns that change': split(turns_that_change, X, once=0, reads=True),
+    'two maps': split(mapped(inner_map, **MANUAL), SQUARE, once=1, through=jax.jit),
+    # The other axes of the mesh stay with the compiler.
+    'an axis that is not mapped': split(
+        mapped(tower, **{**MANUAL, 'check_vma': True}), SQUARE, once=2, through=jax.jit
+    ),
+}
+for n in range(3):
+    CASES[f'branch {n}'] = split(branches, X, jnp.int32(n), once=2)
+for vma in (False, True):
+    sums = mapped(sums_over_devices, P(*AXES), P(), check_vma=vma)
+    CASES[f'sums over devices, check_vma={vma}'] = split(sums, SQUARE, once=1)
+    branch = mapped(branch_on_devices, check_vma=vma)
+    CASES[f'a branch on devices, check_vma={vma}'] = split(branch, SQUARE, once=2)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_a_part_is_computed_once(name: str):
+    CASES[name]()
 
 
 @pytest.mark.parametrize('out', (ROWS, None))
@@ -440,20 +398,17 @@ def test_casts_of_frozen_weights_stay_in_the_checkpoint():
     """Made outside, they would be saved for each layer."""
 
     def fun(params: Any, x: Any) -> Any:
+        @jax.checkpoint
         def body(params: Any, x: Any, y: Any) -> Any:
-            return jnp.sum(jnp.sin(x @ params['torso'])), jnp.sin(
-                (y @ params['cell']) @ (2 * params['torso'])
-            )
+            cast = 2 * params['torso']
+            return jnp.sin(x @ params['torso']), jnp.sin(y @ params['cell'] @ cast)
 
-        a, b = jax.checkpoint(body)(params, x, params['head'])
-        return a + jnp.sum(b)
+        return sum(map(jnp.sum, body(params, x, params['head'])))
 
-    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
-    kept = ahead.early(PARAMS, X)
-    program = jax.make_jaxpr(ahead.late)(PARAMS, kept)
-    names = [eqn.primitive.name for eqn in program.eqns]
-    assert 'mul' not in names and len(kept) == 1
-    np.testing.assert_allclose(ahead.late(PARAMS, kept), fun(PARAMS, X), rtol=1e-5)
+    ahead = assert_split(fun, X, reads=True)
+    assert len(ahead.kept) == 1
+    late = jax.make_jaxpr(ahead.late)(PARAMS, ahead.early(PARAMS, X))
+    assert 'mul' not in [eqn.primitive.name for eqn in late.eqns]
 
 
 def test_models_of_linen():
@@ -468,8 +423,7 @@ def test_models_of_linen():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, xs: Any) -> Any:
-            how: Any = {'variable_broadcast': 'params', 'split_rngs': {'params': False}}
-            scan = nn.scan(nn.remat(Step), **how)
+            scan = nn.scan(nn.remat(Step), **oracle.SHARED)
             return scan(name='scan')(jnp.zeros((3, 4)), xs)[1]
 
     net = Net()
@@ -478,12 +432,7 @@ def test_models_of_linen():
     def loss(params: Any, xs: Any) -> Any:
         return jnp.mean(net.apply({'params': params}, xs) ** 2)
 
-    live = sg.live(loss, params, XS)
-    ahead = sg.precompute(loss, params, XS, wrt=live)
-    kept = ahead.early(params, XS)
-    away = sg.partition(params, live)[0]
-    ours = sg.value_and_grad(ahead.late, wrt=live)(away, kept)
-    assert_same(ours, sg.value_and_grad(loss, wrt=live)(params, XS))
+    ahead = assert_split(loss, XS, params=params, wrt=sg.live(loss, params, XS))
     assert 'computed at each step' not in str(ahead)
 
 
@@ -528,26 +477,22 @@ def known_turns(params: Any, x: Any, bound: Any = lambda a: 3.0) -> Any:
     return jnp.sum((((a @ params['torso']) + b) @ params['head']) ** 2)
 
 
-@pytest.mark.parametrize(
-    ('fun', 'x', 'once'),
-    (
-        (known_loop, XS.swapaxes(0, 1), 1),
-        (lambda *args: known_loop(*args, centers), XS.swapaxes(0, 1), 0),
-        (known_branch, X, 2),
-        (lambda *args: known_branch(*args, centers), X, 2),
-        (known_turns, X, 2),
-        (lambda *args: known_turns(*args, jnp.sum), X, 0),
-        (called(in_shardings=(WHOLE, ROWS)), SQUARE, 2),
-        # What each device keeps is not by example: it runs at each step.
-        (mapped(tower), SQUARE, 0),
-    ),
-    ids=(
-        *('loop', 'a mean in a loop', 'branch', 'a mean in a branch'),
-        *('turns', 'turns by all examples', 'jit', 'shard_map'),
-    ),
-)
-def test_examples(fun: Any, x: Any, once: int):
+OF_EXAMPLES: dict[str, Any] = {
+    'loop': (known_loop, XS.swapaxes(0, 1), 1),
+    'a mean in a loop': (partial(known_loop, mean=centers), XS.swapaxes(0, 1), 0),
+    'branch': (known_branch, X, 2),
+    'a mean in a branch': (partial(known_branch, mean=centers), X, 2),
+    'turns': (known_turns, X, 2),
+    'turns by all examples': (partial(known_turns, bound=jnp.sum), X, 0),
+    'jit': (called(in_shardings=(WHOLE, ROWS)), SQUARE, 2),
+    # What each device keeps is not by example: it runs at each step.
+    'shard_map': (mapped(tower), SQUARE, 0),
+}
+
+
+@pytest.mark.parametrize('name', OF_EXAMPLES)
+def test_examples(name: str):
     """What mixes examples is made anew, of rows that are kept."""
-    ahead, is_said = warned(assert_rows, fun, PARAMS, x, TRAINED)
+    fun, x, once = OF_EXAMPLES[name]
+    ahead = assert_rows(fun, PARAMS, x, TRAINED, once=once)
     assert products(ahead.early, PARAMS, x) == once
-    assert is_said == (once == 0)

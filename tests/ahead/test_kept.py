@@ -1,17 +1,23 @@
 """What is kept: all that costs something and does not change, in the fewest bytes."""
 
-import functools
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import flax_sg as sg
 from flax_sg.ahead.cut import cheapest_cut
-from tests.helpers.splits import MOVED, PARAMS, TRAINED, XS, assert_split
+from tests.ahead.splits import (
+    MOVED,
+    PARAMS,
+    TRAINED,
+    XS,
+    assert_same,
+    assert_split,
+)
 
 X = XS[0]
 
@@ -22,24 +28,18 @@ def torso(params: Any, x: Any) -> Any:
 
 def test_data_of_a_closure() -> None:
     """A full batch, a graph: it does not change, though it is no argument."""
-
-    def fun(params: Any) -> Any:
-        return jnp.mean(torso(params, X) @ params['head'])
-
-    ahead = assert_split(fun, once=1)
-    assert [k.shape for k in ahead.kept] == [(3, 4)]
+    fun = lambda params: jnp.mean(torso(params, X) @ params['head'])  # noqa: E731
+    ahead = assert_split(fun, once=1, kept=[(3, 4)])
     assert 'computed at each step' not in str(ahead)
 
 
 def test_frozen_weights_that_read_no_data() -> None:
     """Prompts through a tower, beside a batch: both are computed once."""
-    prompts = jnp.eye(4)[:2]
 
     def fun(params: Any, x: Any) -> Any:
-        return jnp.mean((x @ params['head']) @ torso(params, prompts).T)
+        return jnp.mean((x @ params['head']) @ torso(params, jnp.eye(4)[:2]).T)
 
-    ahead = assert_split(fun, X, once=1)
-    assert {k.shape for k in ahead.kept} == {(3, 4), (4, 2)}
+    assert_split(fun, X, once=1, kept={(3, 4), (4, 2)})
 
 
 def test_raw_parameters_and_what_is_cheap_of_them() -> None:
@@ -49,12 +49,7 @@ def test_raw_parameters_and_what_is_cheap_of_them() -> None:
         table = params['torso'].astype(jnp.bfloat16).astype(jnp.float32).T * 2
         return jnp.mean((x @ params['head']) @ table)
 
-    with pytest.warns(UserWarning, match='Nothing is computed once'):
-        ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
-    assert [k.shape for k in ahead.kept] == [(3, 4)]
-    np.testing.assert_allclose(
-        ahead.late(PARAMS, ahead.early(PARAMS, X)), fun(PARAMS, X), rtol=1e-6
-    )
+    assert_split(fun, X, once=0, reads=True, kept=[(3, 4)])
 
 
 def test_no_parameter_is_read_for_what_is_made_again() -> None:
@@ -64,23 +59,20 @@ def test_no_parameter_is_read_for_what_is_made_again() -> None:
         y = (x @ params['torso']).astype(jnp.bfloat16).astype(jnp.float32)
         return jnp.mean((y * params['torso'][:1]) @ params['head'])
 
-    ahead = assert_split(fun, X, once=1)
-    needed, frozen = sg.partition(PARAMS, ahead.reads)
-    assert frozen['torso'] is not sg.ABSENT and needed['torso'] is sg.ABSENT
+    assert_split(fun, X, once=1)
 
 
 def test_codes_of_weights() -> None:
     """Weights that a table makes of their codes are made again: these are smaller."""
-    codes = jnp.arange(16, dtype=jnp.uint8).reshape(4, 4)
     table = jnp.linspace(-1.0, 1.0, 16)
 
     def fun(params: Any, x: Any) -> Any:
         return jnp.mean((x @ params['head']) @ table[params['codes'].astype(int)])
 
+    codes = jnp.arange(16, dtype=jnp.uint8).reshape(4, 4)
     params = {'codes': codes, 'head': PARAMS['head']}
-    with pytest.warns(UserWarning, match='Nothing is computed once'):
-        ahead = sg.precompute(fun, params, X, wrt='head')
-    assert [k.shape for k in ahead.kept] == [(3, 4)]
+    how: Any = {'params': params, 'wrt': 'head', 'reads': True}
+    assert_split(fun, X, once=0, kept=[(3, 4)], **how)
 
 
 def test_what_late_reads() -> None:
@@ -95,7 +87,7 @@ def test_what_late_reads() -> None:
     kept = ahead.early(params, X)
     needed, frozen = sg.partition(params, ahead.reads)
     assert [k for k in params if frozen[k] is not sg.ABSENT] == ['torso']
-    np.testing.assert_allclose(ahead.late(needed, kept), fun(params, X), rtol=1e-5)
+    assert_same(ahead.late(needed, kept), fun(params, X))
     assert repr(ahead.reads) == "<ahead.reads: 'cell', 'head', 'tied'>"
     nothing = sg.precompute(lambda p, x: torso(p, x), PARAMS, X, wrt=False)
     assert sg.partition(PARAMS, nothing.reads)[0] == dict.fromkeys(PARAMS, sg.ABSENT)
@@ -111,18 +103,15 @@ def test_what_late_reads_of_several_trees() -> None:
     ahead = sg.precompute(fun, *args, argnums=(1, 2), wrt='2/**')
     needed, _ = sg.partition(args[1:], ahead.reads)
     assert needed[0] == {'w': sg.ABSENT}
-    ours = ahead.late(*needed, ahead.early(*args))
-    np.testing.assert_allclose(ours, fun(*args), rtol=1e-6)
+    assert_same(ahead.late(*needed, ahead.early(*args)), fun(*args))
 
 
 def test_axes_of_the_loss_of_one_example() -> None:
     """What reads no data is kept once, and not for each example of ``jax.vmap``."""
-    prompts = jnp.eye(4)[:2]
 
     def of_one(params: Any, x: Any) -> Any:
-        return jnp.mean(
-            (torso(params, x[None]) @ params['head']) @ torso(params, prompts).T
-        )
+        prompts = torso(params, jnp.eye(4)[:2])
+        return jnp.mean((torso(params, x[None]) @ params['head']) @ prompts.T)
 
     one = sg.precompute(of_one, PARAMS, X[0], wrt=TRAINED)
     assert sorted(map(str, one.axes)) == ['0', 'None']
@@ -130,10 +119,10 @@ def test_axes_of_the_loss_of_one_example() -> None:
     assert sorted(k.size for k in kept) == [2 * 4, 3 * 4]
     for params in PARAMS, MOVED:
         ours = jax.vmap(one.late, (None, one.axes))(params, kept)
-        right = jax.vmap(of_one, (None, 0))(params, X)
-        np.testing.assert_allclose(ours, right, rtol=1e-5)
+        assert_same(ours, jax.vmap(of_one, (None, 0))(params, X))
 
 
+# A torso that is called twice.
 # A torso that is called twice.
 TWICE: dict[str, Any] = {
     'operations': lambda params, x: jax.nn.relu(torso(params, x)),
@@ -149,38 +138,19 @@ TWICE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize('name', TWICE)
-def test_equal_steps_share_their_value(name: str) -> None:
-    """Actor and critic each call the torso: its features are kept once."""
-    features = TWICE[name]
-
-    def fun(params: Any, x: Any) -> Any:
-        actor = features(params, x) @ params['head']
-        return jnp.mean(actor) + jnp.mean(jnp.sin(features(params, x) @ params['cell']))
-
-    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
-    kept = ahead.early(PARAMS, X)
-    assert [k.shape for k in kept] == [(3, 4)]
-    for params in PARAMS, MOVED:
-        np.testing.assert_allclose(ahead.late(params, kept), fun(params, X), rtol=1e-5)
-
-
 # Ways to say that a branch trains nothing, of a tree or of a value.
 STOPS: dict[str, Any] = {
+    'none': lambda tree: tree,
     'lax': lax.stop_gradient,
     'flax_sg': lambda tree: sg.stop_gradient(tree, True),
-    'of a filter': lambda tree: (
-        sg.stop_gradient(tree, 'torso') if isinstance(tree, dict) else tree
-    ),
+    'of a filter': lambda x: sg.stop_gradient(x, 'torso') if type(x) is dict else x,
     'under jit': lambda tree: jax.jit(lax.stop_gradient)(tree),
     'twice': lambda tree: lax.stop_gradient(jax.tree.map(lax.stop_gradient, tree)),
-    'of another size': lambda tree: jax.tree.map(
-        functools.partial(scaled_gradient, 0.5), tree
-    ),
+    'another size': lambda x: jax.tree.map(partial(scaled_gradient, 0.5), x),
 }
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def scaled_gradient(factor: float, x: Any) -> Any:
     return x
 
@@ -193,7 +163,7 @@ def _of_scaled_gradient(factor: float, primals: Any, tangents: Any) -> Any:
 @pytest.mark.parametrize('name', STOPS)
 @pytest.mark.parametrize('of', TWICE)
 def test_a_stop_on_what_does_not_change(of: str, name: str) -> None:
-    """Two branches on one frozen torso: it is computed once, and kept once."""
+    """Branches on one frozen torso: it is computed once, and kept once."""
     features, stop = TWICE[of], STOPS[name]
 
     def fun(params: Any, x: Any) -> Any:
@@ -203,16 +173,7 @@ def test_a_stop_on_what_does_not_change(of: str, name: str) -> None:
         inside = features(params, stop(x)) @ params['cell']
         return jnp.mean((online - target) ** 2) + jnp.mean(jnp.sin(inside))
 
-    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
-    kept = ahead.early(PARAMS, X)
-    assert [k.shape for k in kept] == [(3, 4)]
-    for params in PARAMS, MOVED:
-        right = sg.value_and_grad(fun, wrt=TRAINED)(params, X)
-        ours = sg.value_and_grad(ahead.late, wrt=TRAINED)(params, kept)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-            *(ours, right),
-        )
+    assert_split(fun, X, kept=[(3, 4)])
 
 
 def test_a_stop_within_a_body_that_does_not_change() -> None:
@@ -226,12 +187,7 @@ def test_a_stop_within_a_body_that_does_not_change() -> None:
         y = of(lambda h: h) @ params['head'] - of(lax.stop_gradient) @ params['cell']
         return jnp.mean(y**2)
 
-    ahead = sg.precompute(fun, PARAMS, X, wrt=TRAINED)
-    assert [k.shape for k in ahead.kept] == [(3, 4)]
-    ours = sg.grad(ahead.late, wrt=TRAINED)(MOVED, ahead.early(PARAMS, X))
-    right = sg.grad(fun, wrt=TRAINED)(MOVED, X)
-    for name in TRAINED:
-        np.testing.assert_allclose(ours[name], right[name], rtol=1e-4, atol=1e-6)
+    assert_split(fun, X, kept=[(3, 4)])
 
 
 def test_a_stop_on_what_changes_stays() -> None:
@@ -248,16 +204,15 @@ def test_a_stop_on_what_changes_stays() -> None:
         total += jnp.mean(mean[None] * y)
         return total + lax.stop_gradient(weight) * weight * y.mean()
 
-    args = PARAMS, X, jnp.asarray(1.5)
+    weight = jnp.asarray(1.5)
+    how: Any = {'argnums': (0, 2), 'wrt': ['0/cell', '0/head', '2']}
     for examples in False, True:
-        ahead = sg.precompute(fun, *args, wrt=TRAINED, each=2, examples=examples)
+        split: Any = {'wrt': TRAINED, 'each': 2, 'examples': examples}
+        ahead = sg.precompute(fun, PARAMS, X, weight, **split)
         kept = ahead.early(PARAMS, X)
         for params in PARAMS, MOVED:
-            ours = jax.grad(ahead.late, argnums=(0, 2))(params, kept, args[2])
-            right = jax.grad(fun, argnums=(0, 2))(params, *args[1:])
-            for name in TRAINED:
-                np.testing.assert_allclose(ours[0][name], right[0][name], rtol=1e-4)
-            np.testing.assert_allclose(ours[1], right[1], rtol=1e-5)
+            ours = sg.grad(ahead.late, **how)(params, kept, weight)
+            assert_same(ours, sg.grad(fun, **how)(params, X, weight), 1e-4)
 
 
 def test_steps_that_look_equal() -> None:
@@ -278,7 +233,6 @@ def test_steps_that_look_equal() -> None:
 
 def test_what_is_the_same_in_all_turns() -> None:
     """It is computed once, and kept once, whatever the loop carries."""
-    words = XS
 
     def fun(params: Any, x: Any, words: Any) -> Any:
         def turn(h: Any, word: Any) -> Any:
@@ -287,36 +241,23 @@ def test_what_is_the_same_in_all_turns() -> None:
 
         return jnp.mean(lax.scan(turn, jnp.zeros((3, 4)), words)[0])
 
-    ahead = assert_split(fun, X, words, once=1)
-    assert sum(k.size for k in ahead.kept) <= X.size + words.size
+    ahead = assert_split(fun, X, XS, once=1)
+    assert sum(k.size for k in ahead.kept) <= X.size + XS.size
 
 
 def test_rows_of_a_table() -> None:
     """They are looked up again if late reads the table, and the ids are smaller."""
     ids = jnp.array([[0, 3], [1, 1]])
+    table = jax.random.normal(jax.random.key(0), (5, 8))
+    params = {'table': table, 'scale': jnp.ones(8)}
+    for tied, kept in (True, [(2, 2, 1)]), (False, [(2, 2, 8)]):
 
-    def fun(tied: bool) -> Any:
-        def loss(params: Any, ids: Any) -> Any:
+        def loss(params: Any, ids: Any, tied: bool = tied) -> Any:
             h = params['table'][ids]
             out = h + jnp.sin(h * params['scale'][None, None])
             return jnp.mean(out @ params['table'].T if tied else out)
 
-        return loss
-
-    params = {
-        'table': jax.random.normal(jax.random.key(0), (5, 8)),
-        'scale': jnp.ones(8),
-    }
-    shapes: dict[bool, list[int]] = {}
-    for tied in True, False:
-        with jax.numpy_dtype_promotion('standard'):
-            ahead = sg.precompute(fun(tied), params, ids, wrt='scale')
-        shapes[tied] = [k.size for k in ahead.kept]
-        kept = ahead.early(params, ids)
-        np.testing.assert_allclose(
-            ahead.late(params, kept), fun(tied)(params, ids), rtol=1e-5
-        )
-    assert shapes == {True: [4], False: [32]}
+        assert_split(loss, ids, params=params, wrt='scale', reads=tied, kept=kept)
 
 
 def test_much_that_is_kept_for_little() -> None:
@@ -334,9 +275,8 @@ def test_much_that_is_kept_for_little() -> None:
     layer = {'frozen': of(32, 32), 'a': of(32, 2), 'b': of(2, 32)}
     params = {'embed': of(50, 32), 'layers': [layer] * 8}
     ids = jax.ShapeDtypeStruct((4, 16), jnp.int32)
-    with pytest.warns(
-        UserWarning, match='^Much is kept for little: 8,448 bytes for 256'
-    ):
+    said = '^Much is kept for little: 8,448 bytes for 256'
+    with pytest.warns(UserWarning, match=said):
         ahead = sg.precompute(fun, params, ids, wrt=['layers/*/a', 'layers/*/b'])
     assert '8,448 bytes are kept, for 256 bytes of data.' in str(ahead)
 
@@ -363,16 +303,7 @@ def test_cheap_values_are_made_again() -> None:
         small = (x @ params['torso']).sum()
         return jnp.sum(jnp.broadcast_to(small, (4, 4)) * params['head'])
 
-    ahead = sg.precompute(loss, PARAMS, X, wrt='head')
-    assert [x.shape for x in ahead.kept] == [()]
-
-
-def test_nothing_to_keep() -> None:
-    """It is said, if only frozen parameters and what changes are read."""
-    with pytest.warns(UserWarning, match='Nothing is computed once'):
-        sg.precompute(
-            lambda params, key: params['torso'] @ params['head'], PARAMS, X, each=1
-        )
+    assert_split(loss, X, wrt='head', kept=[()])
 
 
 def test_cut_takes_the_fewest_bytes() -> None:

@@ -21,14 +21,15 @@ from tests.helpers.functions import SHAPE, Language, Values, Weights
 from tests.helpers.stepwise import evaluate
 
 NAMES = ('a', 'b', 'c')
-PARAMS: Any = {
-    **{
-        name: jax.random.normal(jax.random.key(n), (3, 3)) / 2
-        for n, name in enumerate(NAMES)
-    },
-    'stack': jax.random.normal(jax.random.key(8), (3, 3, 3)) / 2,
-}
-X = jax.random.normal(jax.random.key(9), SHAPE)
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+PARAMS: Any = {name: normal(n, 3, 3) / 2 for n, name in enumerate(NAMES)}
+PARAMS['stack'] = normal(8, 3, 3, 3) / 2
+X = normal(9, *SHAPE)
 KEY = jax.random.key(7)
 
 
@@ -86,8 +87,7 @@ def assert_split(seed: int) -> str:
     except Exception:  # JAX cannot map some rules, nor derive some maps.
         return 'refused'
     each = made.choice([2, ()])
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
+    with warnings.catch_warnings(action='ignore'):
         ahead = sg.precompute(loss, PARAMS, X, KEY, wrt=wrt, each=each)
     data = (X,) if each else (X, KEY)
     kept = evaluate(ahead.early, PARAMS, *data)
@@ -127,8 +127,7 @@ def assert_split_in_nnx(seed: int) -> None:
     made = random.Random(seed)
     program = Language(made, with_weights=True, bound=jnp.tanh).program()
     trained = [name for name in PARAMS if made.random() < 0.5] or ['b']
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
+    with warnings.catch_warnings(action='ignore'):
         ahead = sg.precompute(Model.__call__, Model(program), X, wrt=trained)
     wrt = nnx.DiffState(0, nnx.All(nnx.Param, nnx.Any(*map(nnx.PathContains, trained))))
 

@@ -85,9 +85,8 @@ def test_a_run_of_the_demo(monkeypatch, capsys):
     assert status == 0
     assert max(map(len, lines)) <= 80
     table = {words[0]: words[1:4] for words in map(str.split, lines) if words}
-    assert (
-        table['code_message'] == table['code_step'] == ['stopped', 'trains', 'stopped']
-    )
+    assert table['code_message'] == ['stopped', 'trains', 'stopped']
+    assert table['code_step'] == table['code_message']
     assert table['reader_0'] == ['trains', 'stopped', 'stopped']
     assert table['reader_1'] == ['trains', '-', '-']  # Only labels are read with it.
     assert lines[-5:] == [
@@ -112,10 +111,8 @@ class NoBlocks(demo.DigitModel):
 def test_the_demo_fails_if_a_loss_trains_another_part(monkeypatch, capsys):
     status, lines = run(NoBlocks(**SIZE), 1.0, monkeypatch, capsys)
     assert status == 1
-    assert (
-        '  reader       code_message, code_step, explanation, reader_0, reader_1'
-        in lines
-    )
+    trained = 'code_message, code_step, explanation, reader_0, reader_1'
+    assert f'  reader       {trained}' in lines
 
 
 def test_the_demo_fails_if_the_model_has_not_learned(monkeypatch, capsys):

@@ -56,8 +56,16 @@ def mapped(check_vma: bool) -> Any:
     )
 
 
-def split() -> Any:
-    return sg.precompute(loss, PARAMS, X, wrt='head')
+def split(fun: Any = loss, *data: Any, **how: Any) -> Any:
+    return sg.precompute(fun, PARAMS, *(data or (X,)), wrt='head', **how)
+
+
+def of_examples(fun: Any, *data: Any) -> Any:
+    return split(fun, *data, examples=True)
+
+
+def view(params: Any, x: Any, y: Any) -> Any:
+    return views(params, x[None], y[None])
 
 
 def in_another_mode() -> Any:
@@ -73,17 +81,13 @@ def in_another_mode() -> Any:
 where, ahead = 'head', split()
 
 CASES: dict[str, Any] = {
-    'parameters that change at each step': lambda: sg.precompute(
-        loss, PARAMS, X, each=0
-    ),
+    'parameters that change': lambda: sg.precompute(loss, PARAMS, X, each=0),
     'nothing to compute once': lambda: sg.precompute(loss, PARAMS, X, each=1),
     'a teacher that draws another mask at each step': lambda: sg.precompute(
         distilled, PARAMS, nnx.Dropout(0.5, rngs=nnx.Rngs(0)), X, wrt='head'
     ),
     'a batch of another size': lambda: split().early(PARAMS, X[:2]),
-    'other parameters computed once': lambda: split().early(
-        {'head': PARAMS['head']}, X
-    ),
+    'other parameters first': lambda: split().early({'head': PARAMS['head']}, X),
     'a list in place of an array': lambda: split().early(PARAMS, [X, X]),
     'a model in another mode': in_another_mode,
     'a batch left out': lambda: split().early(PARAMS),
@@ -96,44 +100,23 @@ CASES: dict[str, Any] = {
     'other arrays than were kept': lambda: split().late(PARAMS, [X, X]),
     'a shard, and none was traced': (lambda: mapped(True)(X), lambda: mapped(False)(X)),
     'each= names no argument': lambda: sg.precompute(loss, PARAMS, X, each='key'),
-    'another flag than was traced': lambda: sg.precompute(
-        flagged, PARAMS, X, True, wrt='head'
-    ).early(PARAMS, X, False),
+    'another flag than was traced': (
+        lambda: split(flagged, X, True).early(PARAMS, X, False)
+    ),
     'a number that the function asked for': (
-        lambda: sg.precompute(powers, PARAMS, X, 2, wrt='head').early(PARAMS, X, 3),
-        lambda: sg.precompute(powers, PARAMS, X, 3, wrt='head').early(PARAMS, X, 3),
+        lambda: split(powers, X, 2).early(PARAMS, X, 3),
+        lambda: split(powers, X, 3).early(PARAMS, X, 3),
     ),
     'two views joined along the batch': (
-        lambda: sg.precompute(views, PARAMS, X, X, wrt='head', examples=True),
-        lambda: jax.vmap(
-            sg.precompute(
-                lambda p, x, y: views(p, x[None], y[None]),
-                *(PARAMS, X[0], X[0]),
-                wrt='head',
-            ).early,
-            (None, 0, 0),
-        )(PARAMS, X, X),
+        lambda: of_examples(views, X, X),
+        lambda: jax.vmap(split(view, X[0], X[0]).early, (None, 0, 0))(PARAMS, X, X),
     ),
     'examples along another axis': (
-        lambda: sg.precompute(
-            lambda p, x, y: loss(p, x.T) * y.mean(),
-            *(PARAMS, jnp.ones((2, 3)), jnp.ones(3)),
-            wrt='head',
-            examples=True,
-        ),
-        lambda: sg.precompute(
-            lambda p, x, y: loss(p, x) * y.mean(),
-            *(PARAMS, jnp.ones((3, 2)), jnp.ones(3)),
-            wrt='head',
-            examples=True,
-        ),
+        lambda: of_examples(lambda p, x, y: loss(p, x.T) * y.mean(), X.T, X[:, 0]),
+        lambda: of_examples(lambda p, x, y: loss(p, x) * y.mean(), X, X[:, 0]),
     ),
-    'a key among examples': lambda: sg.precompute(
-        keyed, PARAMS, X, jax.random.key(0), wrt='head', examples=True
-    ),
-    'a frozen layer behind the mean of a batch': lambda: sg.precompute(
-        normalized, PARAMS, X, wrt='head', examples=True
-    ),
+    'a key among examples': lambda: of_examples(keyed, X, jax.random.key(0)),
+    'a frozen layer behind the mean of a batch': lambda: of_examples(normalized, X),
     'frozen parameters left out that are read': lambda: split().early(
         {**PARAMS, 'body': sg.ABSENT}, X
     ),

@@ -141,9 +141,7 @@ CASES: dict[str, Any] = {
         'ema', collections=['params', 'batch_stats']
     ),
     'an empty tree of values': lambda: nn.substitute({}),
-    'an array for a collection': lambda: nn.substitute(
-        {'params': X}, collections=['params']
-    ),
+    'an array of values': lambda: nn.substitute({'params': X}, collections=['params']),
     'values of a collection that is left out': lambda: nn.substitute(
         {'ema': {'bias': X}}, collections=['params', 'stats']
     ),
@@ -164,7 +162,7 @@ CASES: dict[str, Any] = {
         lambda: nn.stop_gradient(Named, 'kernel', methods=['encod']),
         lambda: nn.stop_gradient(Named, 'kernel', methods=['encode']),
     ),
-    'methods of a function': lambda: nn.stop_gradient('kernel')(
+    'methods= of a function': lambda: nn.stop_gradient('kernel')(
         reload, methods=['encode']
     ),
     'levels': lambda: nn.stop_gradient('kernel', levels=2),

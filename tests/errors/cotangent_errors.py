@@ -68,9 +68,7 @@ def in_a_body(around: bool = False) -> None:
 
 
 CASES: dict[str, Any] = {
-    'a function that changes the shape': lambda: grads(
-        nn.map_cotangent('enc/w', summed)
-    ),
+    'a function of another shape': lambda: grads(nn.map_cotangent('enc/w', summed)),
     'an integer': integer,
     'clip without a bound': (
         lambda: nn.clip_gradient('enc/**'),

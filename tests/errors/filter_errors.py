@@ -19,6 +19,7 @@ from flax_sg import testing
 from flax_sg.filters import as_filter, of_type
 
 PARAMS = {'head': {'w': 1.0}, 'body': {'w': 2.0}}
+VARIABLES = {'params': PARAMS}
 a, b = as_filter('head/*'), as_filter('body/*')
 
 
@@ -87,6 +88,10 @@ def of_two_models(block: Any) -> None:
         Critic().apply(q, actor.apply(pi, x))
 
 
+def of_dense(*model: Any) -> Any:
+    return of_type(fnn.Dense, *(model or OF))
+
+
 def loss(params: Any) -> Any:
     return {'loss': params['head']['w'] * params['body']['w']}
 
@@ -102,21 +107,12 @@ CASES: dict[str, Any] = {
         lambda: split(lambda w: w.ndim < 2),
         lambda: sg.partition(PARAMS, sg.arrays(lambda a: a.ndim < 2)),
     ),
-    'a class, and no model': (
-        lambda: split(of_type(fnn.Dense)),
-        lambda: of_type(fnn.Dense, *OF),
-    ),
-    'an object in place of a class': (
-        lambda: of_type(fnn.Dense(2), *OF),
-        lambda: of_type(fnn.Dense, *OF),
-    ),
-    'variables in place of a model': (
-        lambda: of_type(fnn.Dense, {'params': PARAMS}),
-        lambda: of_type(fnn.Dense, *OF),
-    ),
+    'a class, and no model': (lambda: split(of_type(fnn.Dense)), of_dense),
+    'an object in place of a class': (lambda: of_type(fnn.Dense(2), *OF), of_dense),
+    'variables in place of a model': (lambda: of_dense(VARIABLES), of_dense),
     'variables in place of inputs': (
-        lambda: of_type(fnn.Dense, OF[0], {'params': PARAMS}, OF[1]),
-        lambda: of_type(fnn.Dense, *OF),
+        lambda: of_dense(OF[0], VARIABLES, OF[1]),
+        of_dense,
     ),
     'a part that is asked for its truth': (
         lambda: bool(sg.at('w', 0)(sg.Path('w'))),
@@ -181,7 +177,7 @@ CASES: dict[str, Any] = {
     'the truth of a filter': lambda: a and b,
     'a tree without an answer': lambda: split({'head': True}),
     'a tree with collections': lambda: split({'params': {'head': True, 'body': False}}),
-    'a typo in a tree of flags': lambda: jax.jit(
+    'a typo in a tree': lambda: jax.jit(
         lambda flag: sg.stop_gradient(
             PARAMS, {'head': flag, 'body': False, 'bdoy': flag}
         )
@@ -205,7 +201,7 @@ CASES: dict[str, Any] = {
         lambda: sg.partition(PARAMS, sg.arrays(lambda a: a.ndim == 0)),
     ),
     'integers that are trained': lambda: of_integers('body/*'),
-    'an output that there is not': lambda: testing.assert_flows(
+    'an unknown output': lambda: testing.assert_flows(
         loss, 'head/*', PARAMS, output='los'
     ),
 }

@@ -86,9 +86,7 @@ CASES: dict[str, Any] = {
     'an optimizer of what is frozen': lambda: nnx.Optimizer(
         model, optax.sgd(0.1), wrt=~sg.live(loss, model)
     ),
-    'a view that stops what is trained': lambda: nnx.stop_gradient(
-        model, sg.live(loss, model)
-    ),
+    'a view of what is trained': lambda: nnx.stop_gradient(model, sg.live(loss, model)),
     'a name of linen': lambda: nnx.Frozen,
     'a name that there is not': lambda: nnx.Linaer,
     'a kind that no Variable has': (
@@ -124,12 +122,8 @@ CASES: dict[str, Any] = {
         ),
         lambda: nnx.Optimizer(nnx.Dict(a=model), optax.sgd(0.1), wrt=nnx.Param),
     ),
-    'a path that an optimizer cannot find': lambda: nnx.Optimizer(
-        model, optax.sgd(0.1), wrt='haed'
-    ),
-    'a pattern that no Variable of a model has': lambda: nnx.stop_gradient(
-        model, 'kernle'
-    ),
+    'a path of no Variable': lambda: nnx.Optimizer(model, optax.sgd(0.1), wrt='haed'),
+    'a typo in a view': lambda: nnx.stop_gradient(model, 'kernle'),
     'a state in place of a model': (
         lambda: nnx.stop_gradient(STATE, 'kernel'),
         'nnx.stop_gradient(model, where)',

@@ -90,7 +90,7 @@ CASES: dict[str, Any] = {
         True, collections=['params', '_overwrite_with_gradient']
     ),
     'unused at top level': lambda: run(nn.stop_gradient('encodr/**')),
-    'unknown collection': lambda: run(
+    'no such collection': lambda: run(
         nn.stop_gradient('norm/mean', collections='batch_stat')
     ),
     'nothing read': nothing_read,

@@ -19,6 +19,7 @@ from flax_sg import testing
 PARAMS = {'head': jnp.ones(3), 'body': jnp.ones((4, 3))}
 KEY = jax.random.key(0)
 SHAPES = jax.ShapeDtypeStruct((3,), jnp.float32)
+DENSE, TWO = fnn.Dense(2), jnp.ones(2)
 
 
 class Layer(fnn.Module):
@@ -87,10 +88,8 @@ CASES: dict[str, Any] = {
         lambda: sg.live(functools.partial(of_layers, depth=2), PARAMS, x=jnp.ones(3)),
     ),
     'parameters of a module in the place of its variables': (
-        lambda: sg.live(fnn.Dense(2).apply, {'Dense_0': {'kernel': 1.0}}, jnp.ones(2)),
-        lambda: sg.live(
-            fnn.Dense(2).apply, fnn.Dense(2).init(KEY, jnp.ones(2)), jnp.ones(2)
-        ),
+        lambda: sg.live(DENSE.apply, {'Dense_0': {'kernel': 1.0}}, TWO),
+        lambda: sg.live(DENSE.apply, DENSE.init(KEY, TWO), TWO),
     ),
     'a dict of losses': (
         lambda: sg.gradient_flow({'one': loss}, PARAMS),
@@ -107,9 +106,7 @@ CASES: dict[str, Any] = {
         lambda: of_frozen_layers({'**/kernel': slice(0, 1)}),
     ),
     'a depth of a table': lambda: sg.tabulate(Layer(), jnp.ones(2), depth='all'),
-    'another program': lambda: testing.assert_same_program(
-        jnp.sin, jnp.negative, SHAPES
-    ),
+    'two programs': lambda: testing.assert_same_program(jnp.sin, jnp.negative, SHAPES),
     'a program of another argument': lambda: testing.assert_same_program(
         lambda x, y: x, lambda x, y: y, SHAPES, SHAPES
     ),
@@ -124,44 +121,40 @@ CASES: dict[str, Any] = {
         lambda: testing.moves(nnx.state(MODEL), MODEL),
         lambda: testing.moves(jax.tree.map(jnp.copy, nnx.state(MODEL)), MODEL),
     ),
-    'parameters of another model': lambda: testing.moves(
-        PARAMS, {'head': PARAMS['head']}
-    ),
-    'parameters of another shape': lambda: testing.moves(
+    'moves of another model': lambda: testing.moves(PARAMS, {'head': PARAMS['head']}),
+    'moves of another shape': lambda: testing.moves(
         PARAMS, {**PARAMS, 'head': jnp.ones(1)}
     ),
     'gradients of another tree': lambda: testing.moves(
         PARAMS, descends(PARAMS), {'tail': jnp.ones(3)}
     ),
-    'another part moved': lambda: testing.assert_moves_only(
+    'another part that moved': lambda: testing.assert_moves_only(
         PARAMS, descends(PARAMS), 'body'
     ),
     'a report with arguments': lambda: testing.assert_flows(
         sg.gradient_flow(loss, PARAMS), 'head', PARAMS
     ),
     'a class as a table': lambda: sg.tabulate(fnn.Dense, jnp.ones(2)),
-    'keys as in flax.linen.tabulate': lambda: sg.tabulate(
-        fnn.Dense(2), jax.random.key(0)
-    ),
+    'keys as in Flax': lambda: sg.tabulate(fnn.Dense(2), jax.random.key(0)),
     'variables as in apply': (
         lambda: sg.tabulate(fnn.Dense(2), {'params': {'kernel': 1.0}}, jnp.ones(2)),
         lambda: sg.tabulate(fnn.Dense(2), jnp.ones(2)),
     ),
     'a model without its variables': (
-        lambda: sg.live(fnn.Dense(2), jnp.ones(2)),
-        lambda: sg.live(fnn.Dense(2), fnn.Dense(2).init(KEY, jnp.ones(2)), jnp.ones(2)),
+        lambda: sg.live(DENSE, TWO),
+        lambda: sg.live(DENSE, DENSE.init(KEY, TWO), TWO),
     ),
     'a model of NNX in the place of a loss': (
         lambda: sg.live(MODEL, jnp.ones(2)),
         lambda: sg.live(lambda model, x: jnp.sum(model(x)), MODEL, jnp.ones(2)),
     ),
     'a glob in the place of inputs': (
-        lambda: sg.paths(fnn.Dense(2), 'ker*'),
-        lambda: sg.paths(fnn.Dense(2), jnp.ones(2), where='ker*'),
+        lambda: sg.paths(DENSE, 'ker*'),
+        lambda: sg.paths(DENSE, TWO, where='ker*'),
     ),
     'a model of linen without inputs': (
-        lambda: sg.paths(fnn.Dense(2)),
-        lambda: sg.paths(fnn.Dense(2), jnp.ones(2)),
+        lambda: sg.paths(DENSE),
+        lambda: sg.paths(DENSE, TWO),
     ),
     'a part that there is not': lambda: in_block(np.s_[5:]),
     'a part of a leaf': lambda: sg.labels(PARAMS, {'slow': sg.at('body', np.s_[:2])}),

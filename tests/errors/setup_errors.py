@@ -6,13 +6,9 @@ from typing import Any
 
 import flax.linen as fnn
 import jax
-import jax.numpy as jnp
 
 from flax_sg import linen as nn
-
-X = jnp.linspace(-1.0, 1.0, 4).reshape(2, 2)
-
-ONES = fnn.initializers.ones
+from tests.errors.block_errors import ONES, X
 
 
 def traced(model: Any, variables: Any, **options: Any) -> Any:

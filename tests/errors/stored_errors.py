@@ -102,12 +102,8 @@ PROGRAMS: dict[str, Any] = {
     'no examples': (lambda: store(lambda x: x, X[:0]), lambda: store(lambda x: x)),
     'a loader that never ends': lambda: store(lambda x: x, Endless()),
     'a bucket': lambda: sg.store(lambda x: x, X, 'gs://rows', batch_size=4),
-    'arrays in the place of the function': lambda: sg.store(
-        X, lambda x: x, 'features', batch_size=4
-    ),
-    'a source in the place of the folder': lambda: sg.store(
-        lambda x: x, 'features', X, batch_size=4
-    ),
+    'no function': lambda: sg.store(X, lambda x: x, 'features', batch_size=4),
+    'no folder': lambda: sg.store(lambda x: x, 'features', X, batch_size=4),
     'too few of several examples': lambda: store(lambda x: x, Short(X)),
     'a source without a length': (
         lambda: store(lambda x: x, iter(X)),
@@ -134,9 +130,7 @@ PROGRAMS: dict[str, Any] = {
         lambda: store(lambda x: jax.random.key_data(of_keys(x))),
     ),
     'texts': lambda: store(lambda x: np.array(['a', 'b', 'c', 'd'])),
-    'an array that is spread over processes': lambda: store(
-        lambda x: object.__new__(Spread)
-    ),
+    'an array of several processes': lambda: store(lambda x: object.__new__(Spread)),
     'other shapes in a later batch': lambda: store(changing()),
     'what is said to be in no row differs': (
         lambda: store(growing(), axes=(0, None)),

@@ -85,9 +85,7 @@ CASES: dict[str, Any] = {
     'a value without a leaf': lambda: sg.substitute(PARAMS, {'head': {'v': 3.0}}),
     'a leaf without a value': lambda: sg.substitute(PARAMS, HEAD, where='**'),
     'a flat tree of values': lambda: sg.substitute(PARAMS, {'head/w': 3.0}),
-    'a collection in place of parameters': lambda: sg.substitute(
-        {'params': PARAMS}, PARAMS
-    ),
+    'collections and parameters': lambda: sg.substitute({'params': PARAMS}, PARAMS),
     'labels that are none': lambda: sg.partition_n(PARAMS, HEADS),
     'pruned updates for a function of optax': lambda: optax.apply_updates(
         PARAMS, sg.grad(product, wrt='head/w')(PARAMS)
@@ -104,7 +102,7 @@ CASES: dict[str, Any] = {
     'the state of another optimizer': lambda: sg.adopt(
         adam, PARAMS, optax.sgd(0.1, 0.9).init(PARAMS)
     ),
-    'plain dicts of another optimizer': lambda: sg.adopt(
+    'dicts of another optimizer': lambda: sg.adopt(
         adam, PARAMS, {'0': {'trace': HEAD}}
     ),
     'a hole in place of a state': lambda: sg.adopt(adam, PARAMS, None),
@@ -127,9 +125,7 @@ CASES: dict[str, Any] = {
     'parameters in place of a function': lambda: sg.grad(PARAMS),
     'no rewrite': lambda: sg.rewrite(PARAMS, HEADS),
     'values that are none': lambda: sg.substitute(PARAMS, None),
-    'parameters in place of a transformation': lambda: sg.adopt(
-        PARAMS, adam, adam.init(PARAMS)
-    ),
+    'no transformation': lambda: sg.adopt(PARAMS, adam, adam.init(PARAMS)),
     'a state in place of its transformation': (
         lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=adam.init(VECTORS)),
         lambda: sg.adopt(adam, VECTORS, adam.init(VECTORS), old=[adam]),
@@ -143,9 +139,7 @@ CASES: dict[str, Any] = {
         lambda: frozen.update(VECTORS, frozen.init(VECTORS), VECTORS, value_fn=dot),
         'sg.partition(params, ~sg.where(where))',
     ),
-    'a gradient of what is no parameter': lambda: gradients(
-        {**PARAMS, 'tail': {'w': 1.0}}
-    ),
+    'a gradient of another leaf': lambda: gradients({**PARAMS, 'tail': {'w': 1.0}}),
     'a gradient that is a tree': lambda: frozen.update(
         {'a': 1.0, 'b': {}}, frozen.init(VECTORS), VECTORS
     ),
@@ -167,10 +161,8 @@ CASES: dict[str, Any] = {
     'overlapping parts': lambda: sg.combine({'a': {'w': 3.0}}, {'a': {'w': 1.0}}),
     'parts of two kinds': lambda: sg.combine([1.0], (sg.ABSENT,)),
     'parts of two trees': lambda: sg.combine({'a': {'w': 3.0}}, {'a': {'v': 1.0}}),
-    'a leaf with two labels': lambda: sg.partition_n(
-        {'gln': 1.0}, {'gln': 'gln', 'all': True}
-    ),
-    'an integer by name': lambda: sg.grad(lambda p: p['w'], wrt='step')(
+    'two labels': lambda: sg.partition_n({'gln': 1.0}, {'gln': 'gln', 'all': True}),
+    'wrt= of an integer': lambda: sg.grad(lambda p: p['w'], wrt='step')(
         {'w': 1.0, 'step': 3}
     ),
     'absent=': lambda: sg.grad(lambda p: p, absent='zero'),

@@ -171,9 +171,7 @@ CASES: dict[str, Any] = {
         lambda: nn.Frozen(MODEL, 'kernel', 'b/**'),
         lambda: nn.Frozen(MODEL, ['kernel', 'b/**']),
     ),
-    'an update of other variables': lambda: mirrored(
-        variables=VARIABLES, state='update'
-    ),
+    'an update of others': lambda: mirrored(variables=VARIABLES, state='update'),
     'a wrapper as an argument of a lifted class': (
         lambda: nested(nn.Frozen),
         lambda: nested(lambda module: module),

@@ -56,9 +56,7 @@ WAYS = {
     'block': in_block,
     'tree': lambda params, flag: traced.of_tree(params, flag & as_filter(GLOB)),
     'flags of modules': flags_of_modules,
-    'around a jitted function': lambda params, flag: traced.around_jit(
-        params, as_filter(GLOB) & flag
-    ),
+    'around a jit': lambda p, flag: traced.around_jit(p, as_filter(GLOB) & flag),
     'Frozen': frozen,
 }
 
@@ -101,27 +99,19 @@ def test_every_extent(extent):
 # How a condition is written: the filter, and what it means if the condition holds, and
 # if it does not.
 TWO, ALL, NONE = oracle.below('two'), lambda _: True, lambda _: False
+begins_with_two = lambda path: path.startswith('two')  # noqa: E731
 WRITTEN: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     'alone': (lambda flag: flag, ALL, NONE),
     'and': (lambda flag: as_filter('two/**') & flag, TWO, NONE),
     'and, reflected': (lambda flag: flag & as_filter('two/**'), TWO, NONE),
     'or': (lambda flag: as_filter('two/**') | flag, ALL, TWO),
     'or, reflected': (lambda flag: flag | as_filter('two/**'), ALL, TWO),
-    'not': (
-        lambda flag: ~(as_filter('two/**') & flag),
-        lambda path: not TWO(path),
-        ALL,
-    ),
+    'not': (lambda flag: ~(as_filter('two/**') & flag), lambda p: not TWO(p), ALL),
     'not, alone': (lambda flag: ~as_filter(flag), NONE, ALL),
-    'a function': (
-        lambda flag: as_filter(lambda path: path.startswith('two')) & flag,
-        TWO,
-        NONE,
-    ),
+    'a function': (lambda flag: as_filter(begins_with_two) & flag, TWO, NONE),
     'of two': (
         lambda flag: as_filter('two/**') & flag | as_filter('one/**') & ~flag,
-        TWO,
-        oracle.below('one'),
+        *(TWO, oracle.below('one')),
     ),
 }
 GIVEN: dict[str, Callable[[bool], Any]] = {
@@ -141,22 +131,23 @@ def test_as_it_is_written(written):
             return loss(params)
 
     def hand(params, flag):
-        return loss(
-            where(params, lambda path: jnp.where(flag, if_true(path), if_false(path)))
-        )
+        mask = lambda path: jnp.where(flag, if_true(path), if_false(path))  # noqa: E731
+        return loss(where(params, mask))
 
     assert_same_steps(ours, hand)
 
 
+GIVEN_ALONE = ['alone'] * len(GIVEN)
+
+
 @pytest.mark.parametrize(
-    ('written', 'given'), in_turn(WRITTEN, GIVEN, times=2) + in_turn(GIVEN, ['alone'])
+    ('written', 'given'),
+    dict.fromkeys([*in_turn(WRITTEN, GIVEN, times=2), *in_turn(GIVEN_ALONE, GIVEN)]),
 )
 def test_a_condition_that_is_known_is_a_constant(written, given):
-    if written in GIVEN:
-        written, given = given, written
     make, if_true, if_false = WRITTEN[written]
     for flag in True, False:
-        if given == 'bool' and written in ('of two',):
+        if given == 'bool' and written == 'of two':
             given = 'numpy'  # ``~True`` is -2.
         filter_ = as_filter(make(GIVEN[given](flag)))
         takes = if_true if flag else if_false
@@ -218,17 +209,9 @@ def test_rows_with_a_condition():
             return loss(params)
 
     def hand(params, flag):
-        w = params['one']['kernel']
-        some = jnp.where((jnp.arange(3) > 0)[:, None], jax.lax.stop_gradient(w), w)
-        other = jax.lax.stop_gradient(params['head'])
-        params = {
-            **params,
-            'one': {**params['one'], 'kernel': jnp.where(flag, some, w)},
-            'head': jax.tree.map(
-                lambda s, w: jnp.where(flag, w, s), other, params['head']
-            ),
-        }
-        return loss(params)
+        rows = flag & (jnp.arange(3) > 0)[:, None]
+        masks = {'one/kernel': rows, 'head/bias': ~flag, 'head/kernel': ~flag}
+        return loss(where(params, lambda path: masks.get(path, False)))
 
     assert_same_steps(ours, hand)
 
@@ -238,9 +221,8 @@ def test_a_mask_has_the_condition_at_each_leaf():
 
     @jax.jit
     def masks(flag):
-        trained = sg.mask(PARAMS, trained=as_filter(GLOB) & flag | rows & flag)
-        frozen = sg.mask(PARAMS, frozen=as_filter(GLOB) & flag | rows & flag)
-        return trained, frozen
+        where = as_filter(GLOB) & flag | rows & flag
+        return sg.mask(PARAMS, trained=where), sg.mask(PARAMS, frozen=where)
 
     for flag in True, False:
         trained, frozen = masks(flag)
@@ -252,13 +234,10 @@ def test_a_mask_has_the_condition_at_each_leaf():
         assert trained['two']['bias'].shape == ()
         oracle.assert_same(frozen, trained)
     # A mask is a filter again.
-    again = jax.jit(jax.grad(by_a_mask))(PARAMS, True)
-    oracle.assert_same(again, jax.jit(jax.grad(by_hand))(PARAMS, True))
-
-
-def by_a_mask(params: Any, flag: Any) -> Any:
-    mask = sg.mask(params, frozen=as_filter(GLOB) & flag)
-    return loss(sg.stop_gradient(params, mask))
+    mask = lambda flag: sg.mask(PARAMS, frozen=as_filter(GLOB) & flag)  # noqa: E731
+    again = lambda p, flag: loss(sg.stop_gradient(p, mask(flag)))  # noqa: E731
+    ours, hand = (jax.jit(jax.grad(fn))(PARAMS, True) for fn in (again, by_hand))
+    oracle.assert_same(ours, hand)
 
 
 def test_whole_leaves_alone():
@@ -267,10 +246,9 @@ def test_whole_leaves_alone():
             jax.jit(lambda flag: call(as_filter(GLOB) & flag))(True)
         return str(caught.value)
 
-    assert 'the condition is traced' in use(lambda f: sg.partition(PARAMS, f))
-    assert 'the condition is traced' in use(
-        lambda f: sg.labels(PARAMS, {'a': f, 'b': ~f})
-    )
+    labels = lambda f: sg.labels(PARAMS, {'a': f, 'b': ~f})  # noqa: E731
+    for call in labels, lambda f: sg.partition(PARAMS, f):
+        assert 'the condition is traced' in use(call)
 
 
 def test_other_values_while_a_condition_holds():
@@ -290,14 +268,11 @@ def test_other_values_while_a_condition_holds():
 
 def test_a_jitted_closure_finds_no_condition_of_another_trace():
     def ours(params, flag):
-        closure = jitted_of(params)
+        closure = jax.jit(lambda: loss(params))
         with nn.stop_gradient(as_filter('two/*') & flag):
             first = closure()
         with nn.stop_gradient(as_filter('two/*') & ~flag):
             return first - 2 * closure()
-
-    def jitted_of(params):
-        return jax.jit(lambda: loss(params))
 
     def hand(params, flag):
         first = where(params, lambda path: flag & TWO(path))
@@ -331,11 +306,8 @@ def test_a_class_with_a_condition_is_made_anew(of: Any):
         assert oracle.is_zero(grads['kernel']) is flag
     # While the class lives, the table would have it, and with it the tracer.
     assert [cls.__name__ for cls in made] == ['Dense'] * len(made)
-    assert not [
-        key
-        for key in block_decorator._stopped_classes
-        if {'mask', 'condition'} & key[1].where.needs
-    ]
+    for _, rewrite, *_ in block_decorator._stopped_classes:
+        assert not {'mask', 'condition'} & rewrite.where.needs
 
 
 # In modules.
@@ -356,9 +328,8 @@ class Owner(linen.Module):
             x = nn.Frozen(head, flag)(x)
         elif self.how == 'mirror':
             head(x)
-            x = nn.mirror(head, as_filter('kernel') & flag | as_filter('bias') & flag)(
-                x
-            )
+            both = as_filter('kernel') & flag | as_filter('bias') & flag
+            x = nn.mirror(head, both)(x)
         elif self.how == 'class':
             x = nn.stop_gradient(linen.Dense, flag)(3, name='lifted')(x)
         else:

@@ -39,13 +39,6 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.dot(features, params['head']['w']) ** 2)
 
 
-def by_hand(params: Any, x: jax.Array) -> Any:
-    def of_head(head: Any) -> jax.Array:
-        return loss({**params, 'head': head}, x)
-
-    return jax.value_and_grad(of_head)(params['head'])
-
-
 def selected(where: Any, params: Any = PARAMS) -> list[str]:
     mask = sg.mask(params, trained=as_filter(where) & True)  # Of any side.
     return [str(path) for path, take in leaves_of(mask) if take]
@@ -95,19 +88,15 @@ def test_it_may_be_derived_inside_of_the_step_and_keeps_no_tracer():
 
     y, grads = step(PARAMS, variables, X)
     assert y.shape == (2, 2)
-    by_hand = jax.jit(
-        lambda p, x: jax.grad(lambda h: 2.0 * x[0, 0] * loss({**p, 'head': h}, x))(
-            p['head']
-        )
-    )
-    oracle.assert_same(grads['head'], by_hand(PARAMS, X))
+    scaled = lambda p, x: 2.0 * x[0, 0] * loss(p, x)  # noqa: E731
+    oracle.assert_same(grads['head'], jax.jit(jax.grad(scaled))(PARAMS, X)['head'])
 
 
 def test_every_gradient_call_takes_it():
     live = sg.live(loss, PARAMS, X)
-    value, head = by_hand(PARAMS, X)
+    value, by_hand = jax.value_and_grad(loss)(PARAMS, X)
     found, grads = sg.value_and_grad(loss, wrt=live)(PARAMS, X)
-    oracle.assert_same((found, grads['head']), (value, head))
+    oracle.assert_same((found, grads['head']), (value, by_hand['head']))
     assert grads['body'] == {'b': sg.ABSENT, 'w': sg.ABSENT}
     oracle.assert_same(sg.grad(loss, wrt=live & 'head/**')(PARAMS, X), grads)
     root = {('params', ('',))}
@@ -124,9 +113,8 @@ def test_absent_stands_for_all_that_was_below_it():
     oracle.assert_same(grads['head']['w'], 2 * PARAMS['head']['w'])
     tx = sg.freeze(optax.sgd(0.5), ~live)
     updates, _ = tx.update(grads, tx.init(pruned), pruned)
-    oracle.assert_same(
-        updates, {'body': sg.ABSENT, 'head': {'w': -grads['head']['w'] / 2}}
-    )
+    head = {'w': -grads['head']['w'] / 2}
+    oracle.assert_same(updates, {'body': sg.ABSENT, 'head': head})
     for wrong in ({'body': 1.0}, {'body': X}, {'bod': sg.ABSENT}):
         with pytest.raises(sg.errors.UnknownNameError, match='There was no'):
             sg.mask({**PARAMS, **wrong}, trained=live)
@@ -180,47 +168,38 @@ def test_two_networks_as_two_arguments_have_one_naming():
     grads = sg.grad(of_generator, (0, 1), wrt=live)(gen, dis, z)
     assert grads[1]['w'] is sg.ABSENT
     by_hand = jax.grad(of_generator, (0, 1))(gen, dis, z)
-    oracle.assert_same(
-        (grads[0]['w'], grads[1]['v']), (by_hand[0]['w'], by_hand[1]['v'])
-    )
+    oracle.assert_same(*((g[0]['w'], g[1]['v']) for g in (grads, by_hand)))
     # The tuple of both networks has the same paths.
     assert sg.mask((gen, dis), frozen=~live) == ({'w': False}, {'w': True, 'v': False})
     alone = sg.live(of_generator, gen, dis, z, argnums=1)
     assert repr(alone) == "<live: 'v'>"
 
 
-NOTHING: dict[str, tuple[Any, Any, str]] = {
-    'frozen whole': (
+# What is said of a function, and its arguments.
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "'bias' is stopped by nn.Frozen(Dense) at test_live.py:": (
         lambda p: jnp.sum(nn.Frozen(nn.Dense(3)).apply({'params': p}, X)),
         {'kernel': jnp.ones((4, 3)), 'bias': jnp.ones(3)},
-        "'bias' is stopped by nn.Frozen(Dense) at test_live.py:",
     ),
-    'stopped behind': (
-        lambda p: lax.stop_gradient(jnp.sum(loss(p, X))),
-        PARAMS,
-        "'body/b' is stopped by stop_gradient at test_live.py:",
+    "'body/b' is stopped by stop_gradient at test_live.py:": (
+        *(lambda p: lax.stop_gradient(jnp.sum(loss(p, X))), PARAMS),
     ),
-    'not used': (lambda p: 0.0, PARAMS, 'No output uses them.'),
-    'integers': (
-        lambda p: jnp.sum(p['n']),
-        {'n': jnp.arange(3)},
-        "'n' is an integer or a factor of zeros, or its output is an integer.",
+    'No output uses them.': (lambda p: 0.0, PARAMS),
+    "'n' is an integer or a factor of zeros, or its output is an integer.": (
+        *(lambda p: jnp.sum(p['n']), {'n': jnp.arange(3)}),
     ),
-    'two arguments': (
-        lambda p, q: lax.stop_gradient(q['head']['w']),
-        (PARAMS, PARAMS),
-        "'1/head/w' is stopped by stop_gradient at test_live.py:",
+    "'1/head/w' is stopped by stop_gradient at test_live.py:": (
+        *(lambda p, q: lax.stop_gradient(q['head']['w']), PARAMS, PARAMS),
     ),
 }
 
 
-@pytest.mark.parametrize('name', NOTHING)
-def test_a_function_that_trains_nothing_is_told_where_it_is_stopped(name):
+@pytest.mark.parametrize('said', NOTHING)
+def test_a_function_that_trains_nothing_is_told_where_it_is_stopped(said):
     """Else a run that trains nothing says nothing: the filter may be empty."""
-    fn, params, said = NOTHING[name]
-    args = params if isinstance(params, tuple) else (params,)
+    fn, *args = NOTHING[said]
     with pytest.warns(UserWarning, match='trains none of') as warned:
-        sg.live(fn, *args, argnums=tuple(range(len(args))) if args[1:] else 0)
+        sg.live(fn, *args, argnums=(0, 1) if args[1:] else 0)
     assert said in str(warned[0].message)
 
 
@@ -231,9 +210,8 @@ def test_a_weight_of_a_loss_may_be_zero_for_now(how):
         return jnp.sum(params['a'] ** 2) + weight * jnp.sum(params['b'] ** 2)
 
     params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
-    positional = (0.0,) if how == 'position' else ()
     named = {'keyword': {'weight': 0.0}, 'tree': {'deep': {'weights': [0.0]}}}
-    live = sg.live(loss, params, *positional, **named.get(how, {}))
+    live = sg.live(loss, params, *[0.0] * (how == 'position'), **named.get(how, {}))
     grads = sg.grad(loss, wrt=live)(params, 0.5)
     oracle.assert_same(grads, jax.grad(loss)(params, 0.5))
 
@@ -277,9 +255,8 @@ def test_a_number_is_traced_and_one_that_is_asked_for_raises_with_the_line(name)
         [head, _, write] = str(raised.value).splitlines()
         assert 'asks for the value of step' in head
         assert f'functools.partial(loss, step={args[0]!r}), and give weight' in write
-        assert isinstance(
-            raised.value.__cause__, (TypeError, LookupError, AttributeError)
-        )
+        cause = raised.value.__cause__
+        assert isinstance(cause, (TypeError, LookupError, AttributeError))
     # Bound, it is a constant; the weight stays an input, of which nothing is known.
     live = sg.live(functools.partial(loss, step=1), params, weight=0.0)
     grads = sg.grad(loss, wrt=live)(params, 1, 0.5)
@@ -302,49 +279,33 @@ def test_a_function_is_traced_once_whatever_numbers_it_is_given():
     assert len(traces) == 1
 
 
-# What is asked for, as an argument of the loss; and what to write.
-WRITES: dict[str, tuple[Any, Any, str, str]] = {
-    'an entry': (
-        lambda p, config: p['a'] * range(config['n'][0])[-1],
-        ({'n': [2]},),
-        'config/n/0',
+CLOSE = 'leave it out of the arguments, and let fun close over it'
+# What is asked for, as an argument of the loss: what to write, the loss, its arguments.
+WRITES: dict[str, tuple[Any, ...]] = {
+    'config/n/0': (
         'functools.partial(fun, config=config)',
+        *(lambda p, config: p['a'] * range(config['n'][0])[-1], {'n': [2]}),
     ),
-    'beside arrays': (
-        lambda p, batch: p['a'] * range(batch['n'])[-1],
-        ({'n': 2, 'x': jnp.ones(2)},),
-        'batch/n',
-        'leave it out of the arguments, and let fun close over it',
+    'batch/n': (
+        *(CLOSE, lambda p, batch: p['a'] * range(batch['n'])[-1]),
+        {'n': 2, 'x': jnp.ones(2)},
     ),
-    'of many': (
-        lambda p, *rest: p['a'] * range(rest[1])[-1],
-        (1.0, 2),
-        'argument 2',
-        'leave it out of the arguments, and let fun close over it',
-    ),
-    'beside parameters': (
-        lambda p: p['a'] * (2.0 if p['scale'] > 1 else 1.0),
-        (),
-        'p/scale',
-        'leave it out of the arguments, and let fun close over it',
-    ),
-    'turns': (
-        lambda p, n: lax.fori_loop(0, n, lambda _, x: x * p['a'], 1.0),
-        (2,),
-        'while',
+    'argument 2': (CLOSE, lambda p, *rest: p['a'] * range(rest[1])[-1], 1.0, 2),
+    'p/scale': (CLOSE, lambda p: p['a'] * (2.0 if p['scale'] > 1 else 1.0)),
+    'while': (
         'how often it turns, write functools.partial(fun, n=2)',
+        *(lambda p, n: lax.fori_loop(0, n, lambda _, x: x * p['a'], 1.0), 2),
     ),
 }
 
 
-@pytest.mark.parametrize('name', WRITES)
-def test_the_line_for_a_number_says_where_it_stands(name):
-    fun, args, called, write = WRITES[name]
+@pytest.mark.parametrize('called', WRITES)
+def test_the_line_for_a_number_says_where_it_stands(called):
+    write, fun, *args = WRITES[called]
     with pytest.raises(sg.errors.ArgumentTypeError) as raised:
         sg.live(fun, {'a': 2.0, 'scale': 2.0}, *args)
     head, *_, last = str(raised.value).splitlines()
-    assert called in head
-    assert write in last
+    assert called in head and write in last
 
 
 def test_errors_that_no_number_of_python_makes_are_those_of_jax():
@@ -396,50 +357,21 @@ def rows(w, n):
     return jnp.concatenate([lax.stop_gradient(w[:n]), w[n:]])
 
 
+ONE, TWO = "<live: 'a'>", "<live: 'a', 'b'>"
+PART = f'{ONE} & Index(np.s_[1:3])'
 # Functions of two arrays that return what stands beside a loss: how many proofs they
 # need, and what they train.
-MANY: dict[str, tuple[Any, int, str]] = {
-    'statistics of all': (
-        lambda p: [jnp.sum(p['a'] * p['b']), *(p['a'] * n for n in range(9))],
-        2,
-        "<live: 'a', 'b'>",
-    ),
-    'statistics of nothing': (
-        lambda p: [jnp.sum(p['a']), *(lax.stop_gradient(p['b']),) * 9],
-        2,
-        "<live: 'a'>",
-    ),
-    'integers': (
-        lambda p: [jnp.sum(p['a']), *(jnp.argmax(p['b']),) * 9],
-        2,
-        "<live: 'a'>",
-    ),
-    'one output alone': (lambda p: jnp.sum(p['a']), 1, "<live: 'a'>"),
-    'another parameter': (
-        lambda p: [jnp.sum(p['a']), p['a'], jnp.sum(p['b'])],
-        5,
-        "<live: 'a', 'b'>",
-    ),
-    'a gradient and its negative': (
-        lambda p: [jnp.sum(p['a']), jnp.sum(p['b']), -jnp.sum(p['b'])],
-        5,
-        "<live: 'a', 'b'>",
-    ),
-    'the rows that the first one stops': (
-        lambda p: [jnp.sum(rows(p['a'], 1)), jnp.sum(rows(p['a'], 2)), p['a'][0]],
-        8,
-        "<live: 'a'>",
-    ),
-    'the same rows': (
-        lambda p: [jnp.sum(rows(p['a'], 1)), *(rows(p['a'], 1),) * 2],
-        8,
-        "<live: 'a'> & Index(np.s_[1:3])",
-    ),
-    'a rule that runs for one of two': (
-        lambda p: [jnp.sum(p['a']), *of_both(p['a'], p['b'])],
-        5,
-        "<live: 'a', 'b'>",
-    ),
+MANY: dict[str, tuple[int, str, Any]] = {
+    'statistics': (2, TWO, lambda a, b: [(a * b).sum(), *(a * n for n in range(9))]),
+    'of nothing': (2, ONE, lambda a, b: [a.sum(), *[lax.stop_gradient(b)] * 9]),
+    'integers': (2, ONE, lambda a, b: [a.sum(), *[b.argmax()] * 9]),
+    'one output alone': (1, ONE, lambda a, b: a.sum()),
+    'another parameter': (5, TWO, lambda a, b: [a.sum(), a, b.sum()]),
+    'a gradient and its negative': (5, TWO, lambda a, b: [a.sum(), b.sum(), -b.sum()]),
+    # The rows that the first one stops, and the same rows.
+    'rows': (8, ONE, lambda a, b: [rows(a, 1).sum(), rows(a, 2).sum(), a[0]]),
+    'the same rows': (8, PART, lambda a, b: [rows(a, 1).sum(), *[rows(a, 1)] * 2]),
+    'a rule that runs for one of two': (5, TWO, lambda a, b: [a.sum(), *of_both(a, b)]),
 }
 
 
@@ -452,15 +384,13 @@ of_both.defvjp(lambda a, b: (of_both(a, b), None), lambda _, g: (g[0] + g[1], g[
 
 
 @pytest.mark.parametrize('name', MANY)
-def test_the_proof_for_one_output_stands_for_those_that_train_no_more(
-    name, monkeypatch
-):
-    fn, count, found = MANY[name]
+def test_one_proof_stands_for_outputs_that_train_no_more(name, monkeypatch):
+    count, found, of_arrays = MANY[name]
+    fn = lambda params: of_arrays(**params)  # noqa: E731
     proofs: list[int] = []
     prove = pullback.zero_gradients
-    monkeypatch.setattr(
-        pullback, 'zero_gradients', lambda *args: proofs.append(1) or prove(*args)
-    )
+    counted = lambda *args: proofs.append(1) or prove(*args)  # noqa: E731
+    monkeypatch.setattr(pullback, 'zero_gradients', counted)
     params = {'a': jnp.ones((3, 2)), 'b': jnp.ones((3, 2))}
     live = sg.live(fn, params)
     assert (repr(live), len(proofs)) == (found, count)
@@ -475,8 +405,7 @@ def test_the_proof_for_one_output_stands_for_those_that_train_no_more(
 def test_a_function_that_returns_gradients_is_asked_about(derivative):
     params = {'a': jnp.ones(2), 'b': jnp.ones(2)}
     fn = derivative(lambda params: jnp.sum(jnp.sin(params['a']) * params['b']))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter('always')
+    with warnings.catch_warnings(record=True, action='always') as warned:
         sg.live(fn, params)
     said = any('like its parameters' in str(each.message) for each in warned)
     assert said == (derivative is not jax.hessian)
@@ -484,13 +413,8 @@ def test_a_function_that_returns_gradients_is_asked_about(derivative):
 
 @pytest.mark.parametrize('how', ['queue', 'number', 'example', 'jitted'])
 def test_zeros_that_a_loss_closes_over_may_be_others_later(how):
-    zeros = {
-        'queue': jnp.zeros(2),
-        'number': jnp.array(0.0),
-        'example': np.zeros(2, np.uint8),  # a picture
-        'jitted': jnp.zeros(2),
-    }
-    rows = [zeros[how]]
+    zeros = {'number': jnp.array(0.0), 'example': np.zeros(2, np.uint8)}  # A picture.
+    rows = [zeros.get(how, jnp.zeros(2))]
 
     def of_b(b):
         return jnp.sum(jnp.asarray(rows[0], jnp.float32) * b)
@@ -508,11 +432,8 @@ def test_zeros_that_a_loss_closes_over_may_be_others_later(how):
 
 def test_a_mask_of_bools_that_a_loss_closes_over_stops_what_it_says():
     """The mask of a leaf may be the same everywhere: that is no choice by data."""
-    masks = {
-        'a': jnp.array([True, False]),
-        'b': jnp.zeros(2, bool),
-        'c': jnp.ones(2, bool),
-    }
+    some = {'a': [True, False], 'b': [False] * 2, 'c': [True] * 2}
+    masks = {name: jnp.array(mask) for name, mask in some.items()}
 
     def loss(params):
         stop = jax.lax.stop_gradient

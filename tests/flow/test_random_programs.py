@@ -19,10 +19,8 @@ NAMES = 'abcd'
 
 
 def params_of(seed: int) -> dict[str, jax.Array]:
-    numbers = np.random.default_rng(seed)
-    return {
-        name: jnp.asarray(numbers.normal(size=SHAPE), jnp.float32) for name in NAMES
-    }
+    draw = np.random.default_rng(seed).normal
+    return {name: jnp.asarray(draw(size=SHAPE), jnp.float32) for name in NAMES}
 
 
 def check(seed: int) -> str:

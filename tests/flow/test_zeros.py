@@ -49,9 +49,7 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     'all of it, reshaped': lambda x: (x * NONE).reshape(6),
     'reversed': lambda x: (x * SOME)[::-1, ::-1],
     'padded within': lambda x: lax.pad(x * SOME, 0.0, ((1, 0, 2), (0, 1, 1))),
-    'padded within, and small': lambda x: lax.pad(
-        x * SOME[:1], 0.0, ((0, 0, 0), (0, 0, 2))
-    ),
+    'padded, small': lambda x: lax.pad(x * SOME[:1], 0.0, ((0, 0, 0), (0, 0, 2))),
     'sorted': lambda x: jnp.sort(x * NONE),
     'a maximum': lambda x: jnp.max(x * NONE, axis=1),
     'gathered': lambda x: jnp.take(x * NONE, jnp.array([0, 5]), axis=0, mode='clip'),
@@ -60,13 +58,9 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     ),
     'a matrix product': lambda x: (x * NONE) @ x.T,
     'put in': lambda x: lax.dynamic_update_slice(x * NONE, x[:1] * NONE[:1], (1, 0)),
-    'branches': lambda x: lax.cond(
-        x[0, 0] > 1.5, lambda x: x * SOME, jnp.tanh, x * SOME
-    ),
+    'branches': lambda x: lax.cond(x[0, 0] > 1.5, jnp.sin, jnp.tanh, x * SOME),
     'turns': lambda x: lax.fori_loop(0, 3, lambda _, y: y + x * SOME, x * SOME),
-    'out of turns': lambda x: lax.scan(lambda c, y: (c, c * y[:, None]), x * SOME, x.T)[
-        1
-    ],
+    'a scan': lambda x: lax.scan(lambda c, y: (c, c * y[:, None]), x * SOME, x.T)[1],
     'a call': lambda x: jax.jit(lambda y: y * x)(x * SOME),
 }
 

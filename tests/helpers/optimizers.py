@@ -1,9 +1,12 @@
 """Optimizers of optax, each made anew: what each kind of state needs has a row."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -18,3 +21,16 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         lambda p: jax.tree.map(lambda x: 'slow' if x.ndim > 1 else 'fast', p),
     ),
 }
+
+
+def filled(state: Any) -> Any:
+    """A state with other numbers everywhere."""
+
+    def fill(n: int, leaf: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            return jnp.full_like(leaf, n)
+        new = np.arange(jnp.size(leaf)) + 100 * n
+        return jnp.array(new.reshape(jnp.shape(leaf)), jnp.result_type(leaf))
+
+    leaves, treedef = jax.tree.flatten(state)
+    return treedef.unflatten(map(fill, itertools.count(1), leaves))

@@ -110,17 +110,13 @@ def test_a_name_that_means_something_else(owner, name, other, said):
 
 
 # What splits an equation in two, and how it would be wrong.
+def not_split(jaxpr: Any, *others: Any) -> Any:
+    return jaxpr, jaxpr, [True], [True], 0
+
+
 HALVES: list[tuple[str, Any, str]] = [
-    (
-        'partial_eval_jaxpr_custom',
-        lambda jaxpr, *others: (jaxpr, jaxpr, [True], [True], 0),
-        'has to split a loop',
-    ),
-    (
-        'partial_eval_jaxpr_custom',
-        lambda jaxpr, *others: (jaxpr, jaxpr, [True], [True], 0),
-        'has to leave custom rules whole',
-    ),
+    ('partial_eval_jaxpr_custom', not_split, 'has to split a loop'),
+    ('partial_eval_jaxpr_custom', not_split, 'has to leave custom rules whole'),
     ('dce_jaxpr', lambda jaxpr, asked: (jaxpr, asked), 'has to drop what'),
 ]
 
@@ -159,25 +155,20 @@ def imported(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    ('code', 'said'),
-    [
-        (
-            'import flax.core.lift as lift; del lift._partial_pack',
-            "module 'flax.core.lift' has no attribute '_partial_pack'",
-        ),
-        (
-            'del flax.core.tracers; sys.modules["flax.core.tracers"] = None',
-            'import of flax.core.tracers halted',
-        ),
-        (
-            'import jax._src.core as c; del c.set_current_trace',
-            f'{TRACES} (AttributeError: ',
-        ),
-    ],
-)
-def test_the_import_says_what_gradients_need(code, said):
-    text = imported(f'import sys, flax.linen, optax; {code}').stderr
+GONE = {
+    'import flax.core.lift as lift; del lift._partial_pack': (
+        "module 'flax.core.lift' has no attribute '_partial_pack'"
+    ),
+    'del flax.core.tracers; sys.modules["flax.core.tracers"] = None': (
+        'import of flax.core.tracers halted'
+    ),
+    'import jax._src.core as c; del c.set_current_trace': f'{TRACES} (AttributeError: ',
+}
+
+
+@pytest.mark.parametrize('code', GONE)
+def test_the_import_says_what_gradients_need(code):
+    text, said = imported(f'import sys, flax.linen, optax; {code}').stderr, GONE[code]
     assert 'UnsupportedVersionError: flax_sg needs what this installation' in text
     assert said in text
     assert 'supported are flax' in text
@@ -215,12 +206,12 @@ def test_a_feature_without_its_name(use, owner, name, feature, monkeypatch):
     def other():
         raise NotImplementedError
 
-    for is_gone in (False, True):
+    for change in (
+        lambda patch: patch.delattr(owner, name),
+        lambda patch: patch.setattr(owner, name, other),
+    ):
         with monkeypatch.context() as patch:
-            if is_gone:
-                patch.delattr(owner, name)
-            else:
-                patch.setattr(owner, name, other)
+            change(patch)
             versions.check(required.PROGRAMS)  # The import goes on.
             with pytest.raises(errors.UnsupportedVersionError) as caught:
                 use()
@@ -292,9 +283,8 @@ def private_attributes(tree: ast.Module) -> set[str]:
 
 def test_every_private_name_is_checked():
     folder = Path(versions.__file__).parent
-    used = set[str]()
-    for path in folder.glob('*.py'):
-        used |= private_attributes(ast.parse(path.read_text()))
+    trees = [ast.parse(path.read_text()) for path in folder.glob('*.py')]
+    used = set().union(*map(private_attributes, trees))
     known = {name for _, name, *_ in OTHERWISE} | {name for _, _, name, _ in FEATURES}
     known |= set(re.findall(r'\w+', ' '.join(name for _, name in ATTRIBUTES)))
     known |= {name for _, name in patching.HOOKED.values()}
@@ -309,26 +299,24 @@ def test_every_private_name_is_checked():
 # What pyproject.toml states.
 
 
-def bounds() -> dict[str, str]:
-    pairs = [line.split('>=') for line in PYPROJECT['project']['dependencies']]
-    return {name: bound for name, bound in pairs}
+BOUNDS = dict(line.split('>=') for line in PYPROJECT['project']['dependencies'])
 
 
 def test_the_message_says_what_pyproject_states():
     newest = PYPROJECT['tool']['flax_sg']['newest']
     for name, (oldest, latest) in versions.SUPPORTED.items():
-        assert (oldest, latest) == (bounds()[name], newest[name])
-    assert newest.keys() == {'python', *bounds()}
+        assert (oldest, latest) == (BOUNDS[name], newest[name])
+    assert newest.keys() == {'python', *BOUNDS}
 
 
 def test_the_pages_say_what_pyproject_states():
-    readme, page, changes, wrapped = (
-        (ROOT / name).read_text()
-        for name in (
-            *('README.md', 'docs/versions.md', 'CHANGELOG.md'),
-            'flax_sg/internals/__init__.py',
-        )
+    pages = (
+        'README.md',
+        'docs/versions.md',
+        'CHANGELOG.md',
+        'flax_sg/internals/__init__.py',
     )
+    readme, page, changes, wrapped = ((ROOT / name).read_text() for name in pages)
     assert f'{len(required.PROGRAMS)} short programs' in page
     newest = []
     for name, (oldest, latest) in versions.SUPPORTED.items():
@@ -347,5 +335,4 @@ def test_what_the_message_installs_is_what_runs_these_tests():
     pins = dict(re.findall(r"'(\w+)([^']*)'", command))
     for name, old, new in ((n, *ends) for n, ends in versions.SUPPORTED.items()):
         assert {old, new} <= set(SpecifierSet(pins[name]).filter([old, new, '0.1.0']))
-    oldest = SpecifierSet(f'>={bounds()["jax"]}')
-    assert oldest.contains(jax.__version__)
+    assert SpecifierSet(f'>={BOUNDS["jax"]}').contains(jax.__version__)

@@ -127,13 +127,10 @@ VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize('form', VALUES)
 def test_other_values(form):
-    def run(pair):
-        return apply(pair.a) + 2.0 * apply(pair.b)
-
     pair = nnx.Dict(a=Scale(), b=Scale())
     view = nnx.substitute(pair, VALUES[form])
     for transform in (lambda fn: fn), nnx.jit, nnx.remat:
-        oracle.assert_same(transform(run)(view), transform(run)(OTHER))
+        oracle.assert_same(transform(both)(view), transform(both)(OTHER))
     assert pair.a.w[...].tolist() == [2.0] * 3
 
 
@@ -158,12 +155,7 @@ def test_other_values_in_the_dict_of_a_variable(how):
 
 @pytest.mark.parametrize('where', ['a/w', 'b/w', '*/w'])
 def test_other_values_of_tied_weights(where):
-    def tied(value):
-        pair = nnx.Dict(a=Scale(value), b=Scale())
-        pair.b.w = pair.a.w
-        return pair
-
-    model, target = tied(2.0), tied(5.0)
+    model, target = pair_of(2.0, True), pair_of(5.0, True)
     for values in target, nnx.state(target), {'b': {'w': target.a.w}}:
         view = nnx.substitute(model, values, where=where)
         assert view.a.w is view.b.w
@@ -213,9 +205,8 @@ def test_other_values_that_are_tied_elsewhere():
     del target.b.w
     with pytest.raises(errors.StructureError, match="'b/w' has none"):
         nnx.substitute(model, target)
-    oracle.assert_same(
-        nnx.substitute(model, nnx.state(target)).b.w[...], target.a.w[...]
-    )
+    view = nnx.substitute(model, nnx.state(target))
+    oracle.assert_same(view.b.w[...], target.a.w[...])
 
 
 STATES: dict[str, Any] = {
@@ -295,12 +286,8 @@ def test_what_jax_makes_of_a_value_of_numpy_counts(value, form):
 
     model, average = Clip(), Clip()
     average.temperature = nnx.Param(jnp.asarray(value) + 1)
-    state = nnx.state(average)
-    values = {
-        'state': state,
-        'model': average,
-        'tree': {'temperature': average.temperature[...]},
-    }
+    tree = {'temperature': average.temperature[...]}
+    values = {'state': nnx.state(average), 'model': average, 'tree': tree}
     for one, other in ((model, values[form]), (average, nnx.state(model))):
         view = nnx.substitute(one, other)
         wanted = average if one is model else model

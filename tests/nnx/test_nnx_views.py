@@ -68,13 +68,10 @@ def view_of(model: Any) -> Any:
 
 
 READS = [
-    lambda w: w @ X.T,
-    lambda w: w[0],
-    lambda w: w.T,
-    lambda w: w.at[0].set(1.0),
+    *(lambda w: w @ X.T, lambda w: w[0], lambda w: w.T, lambda w: w.at[0].set(1.0)),
     lambda w: copy.deepcopy(w)[...],
     lambda w: jax.tree.map(jnp.tanh, w)[...],
-    lambda w: optax.tree.norm(w),
+    optax.tree.norm,
 ]
 
 

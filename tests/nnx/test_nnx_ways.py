@@ -223,9 +223,8 @@ def stacked_layers(model, hold):
         return hold(layer, 'kernel')(x) + hold(beside, 'bias')(x)
 
     outside = through(hold(model, 'layers/bias').layers, X)
-    return jnp.sum(
-        inside(model.layers, model.beside, outside) + through(model.layers, X)
-    )
+    out = inside(model.layers, model.beside, outside)
+    return jnp.sum(out + through(model.layers, X))
 
 
 class Fast(nnx.Module):

@@ -25,7 +25,7 @@ PARAMS: Any = {
     'b': jnp.array([2.0, -1.0]),
     'c': jnp.array([[0.5, 0.25], [1.0, -2.0]]),
 }
-ADAM = optax.adam(0.1)
+ADAM, TRACE = optax.adam(0.1), optax.trace(0.9)
 
 
 def loss(p: Any) -> Any:
@@ -78,57 +78,33 @@ def test_what_belongs_to_one_selection_begins_anew_with_another(name):
     # With the same selection all of it is carried.
     oracle.assert_same(sg.adopt(frozen, params, state), state)
     oracle.assert_same(sg.adopt(frozen, params, state, old=frozen), state)
-    # Other rows are another selection, of arrays of the same shape.
-    one, two = (sg.freeze(tx, sg.at('c', n)) for n in (0, 1))
+    # Other rows are another selection, of arrays of the same shape; other elements too.
+    rows = [sg.freeze(tx, sg.at('c', n)) for n in (0, 1)]
     steps = 2 if name in ('lbfgs', 'optimistic') else 0  # Without functions.
-    _, before = trained(one, one.init(params), steps, params)
-    for old in one, None:
-        adopted = sg.adopt(two, params, before, old=old)
-        oracle.assert_same(adopted, two.init(params))
-    # So are other elements.
-    one, two = tx, sg.freeze(tx, sg.at('c', np.s_[0, :1]))
-    _, before = trained(one, one.init(params), steps, params)
-    for old in one, None:
-        adopted = sg.adopt(two, params, before, old=old)
-        oracle.assert_same(adopted, two.init(params))
+    for one, two in rows, (tx, sg.freeze(tx, sg.at('c', np.s_[0, :1]))):
+        _, before = trained(one, one.init(params), steps, params)
+        for old in one, None:
+            adopted = sg.adopt(two, params, before, old=old)
+            oracle.assert_same(adopted, two.init(params))
 
 
-def of_leaves(tx: Any) -> Any:
-    """A transformation that is given a list: its state has the names of none."""
-    return optax.GradientTransformation(
-        lambda params: tx.init(jax.tree.leaves(params)),
-        lambda updates, state, params=None: tx.update(
-            jax.tree.leaves(updates), state, params and jax.tree.leaves(params)
-        ),
-    )
+# What a state is made of, in which no array has the name of a parameter. In a list
+# the first array is 'a', and 'b' for the new one: of one shape. So are the vectors.
+NAMELESS: dict[str, tuple[Any, str]] = {
+    'a list': (jax.tree.leaves, 'trace/0, trace/1 in'),
+    'a vector': (lambda params: ravel_pytree(params)[0], 'trace in'),
+}
 
 
-def test_what_optax_cannot_tell_begins_anew():
-    momentum = of_leaves(optax.trace(0.9))
+@pytest.mark.parametrize('name', NAMELESS)
+def test_what_optax_cannot_tell_begins_anew(name):
+    of, said = NAMELESS[name]
+    update = lambda updates, state, params=None: (updates, state)  # noqa: E731
+    momentum = optax.GradientTransformation(lambda p: TRACE.init(of(p)), update)
     old, new = sg.freeze(momentum, 'b'), sg.freeze(momentum, 'a')
     state = jax.tree.map(jnp.ones_like, old.init(PARAMS))
-    # The first array of the state is 'a', and 'b' for the new one: of one shape.
     for made_by in None, old:
-        with pytest.warns(
-            UserWarning, match='trace/0, trace/1 in the state begins anew'
-        ):
-            adopted = sg.adopt(new, PARAMS, state, old=made_by)
-        oracle.assert_same(adopted, new.init(PARAMS))
-    oracle.assert_same(sg.adopt(old, PARAMS, state, old=old), state)
-
-
-def test_an_array_of_all_parameters_begins_anew():
-    """Of others that are as long it has one in the same shape."""
-    momentum = optax.trace(0.9)
-    ravelled = optax.GradientTransformation(
-        lambda params: momentum.init(ravel_pytree(params)[0]),
-        lambda updates, state, params=None: (updates, state),
-    )
-    old, new = sg.freeze(ravelled, 'b'), sg.freeze(ravelled, 'a')
-    state = jax.tree.map(jnp.ones_like, old.init(PARAMS))
-    assert state.trace.shape == (6,)
-    for made_by in None, old:
-        with pytest.warns(UserWarning, match='trace in the state begins anew'):
+        with pytest.warns(UserWarning, match=f'{said} the state begins anew'):
             adopted = sg.adopt(new, PARAMS, state, old=made_by)
         oracle.assert_same(adopted, new.init(PARAMS))
     oracle.assert_same(sg.adopt(old, PARAMS, state, old=old), state)
@@ -174,12 +150,8 @@ def test_a_report_says_what_was_carried_fresh_and_dropped():
     found: dict[str, Any] = {}
     later = {**PARAMS, 'd': {'w': jnp.ones(2)}}
     sg.adopt(tx, later, state, old=ADAM, report=found.update)
-    assert found == {
-        'carried': ['0/count', 'a'],
-        'in part': ['c'],
-        'fresh': ['d/w'],
-        'dropped': ['b'],
-    }
+    told = {'carried': ['0/count', 'a'], 'in part': ['c'], 'fresh': ['d/w']}
+    assert found == {**told, 'dropped': ['b']}
     # A head that was removed is named by its place.
     sg.adopt(ADAM, {'a': PARAMS['a']}, state, report=found.update)
     assert found['dropped'] == [f'0/{m}/{n}' for m in ('mu', 'nu') for n in 'bc']
@@ -188,12 +160,8 @@ def test_a_report_says_what_was_carried_fresh_and_dropped():
     sg.adopt(ADAM, PARAMS, frozen, old=tx, report=found.update)
     assert (found['in part'], found['fresh'], found['dropped']) == (['c'], ['b'], [])
     sg.adopt(ADAM, PARAMS, frozen, state, old=[tx, ADAM], report=found.update)
-    assert found == {
-        'carried': ['0/count', 'a', 'b', 'c'],
-        'in part': [],
-        'fresh': [],
-        'dropped': [],
-    }
+    all_of_it = {'carried': ['0/count', 'a', 'b', 'c']}
+    assert found == {**all_of_it, 'in part': [], 'fresh': [], 'dropped': []}
 
 
 def test_a_state_of_which_all_was_frozen_is_no_other_transformation():
@@ -239,9 +207,8 @@ def test_a_count_begins_anew_with_its_moments(name):
     begins = own.init({'c': params['c']})
     is_kept = 'schedule', 'without moments'
     if name in is_kept:  # A schedule has no moments beside it, and goes on.
-        begins = optax.tree_utils.tree_set(
-            begins, lambda path, _: 'Schedule' in str(path), count=4
-        )
+        of_schedule = lambda path, _: 'Schedule' in str(path)  # noqa: E731
+        begins = optax.tree_utils.tree_set(begins, of_schedule, count=4)
     by_second, _ = own.update({'c': grads['c']}, begins, {'c': params['c']})
     updates, _ = groups.update(grads, adopted, params)
     oracle.assert_same(updates, {**by_first, **by_second})
@@ -300,9 +267,8 @@ def test_parameters_with_the_names_of_a_state():
 def test_numbers_for_rows_are_not_handed_to_other_rows():
     params = {'a': jnp.arange(1.0, 9.0).reshape(4, 2)}
     sm3 = optax.sm3(0.1, momentum=0.0)
-    one, same, two = (
-        sg.freeze(sm3, sg.at('a', rows)) for rows in (np.s_[:2], [0, 1], np.s_[2:])
-    )
+    indices = np.s_[:2], [0, 1], np.s_[2:]
+    one, same, two = (sg.freeze(sm3, sg.at('a', rows)) for rows in indices)
     _, state = one.update(params, one.init(params), params)
     adopted = sg.adopt(two, params, state, old=one)
     oracle.assert_same(adopted[0].mu, two.init(params)[0].mu)

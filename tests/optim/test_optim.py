@@ -130,13 +130,12 @@ def pointers(tree: Any) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(
-    ('wrt', 'dtype'), [('head/**', jnp.float32), (True, jnp.bfloat16)]
-)
-def test_frozen_buffers_are_the_same_under_donation(wrt, dtype):
-    def body_of(params):
-        return {name: params[name] for name in params if name != 'head'}
+BOTH_TYPES = [('head/**', jnp.float32), (True, jnp.bfloat16)]
 
+
+@pytest.mark.parametrize(('wrt', 'dtype'), BOTH_TYPES)
+def test_frozen_buffers_are_the_same_under_donation(wrt, dtype):
+    body_of = lambda params: {k: params[k] for k in params if k != 'head'}  # noqa: E731
     tx = sg.freeze(optax.adam(0.1), 'layer_*/**')
     params = jax.tree.map(lambda x: jnp.array(x, dtype), PARAMS)
     state = train_state.TrainState.create(apply_fn=NET.apply, params=params, tx=tx)
@@ -194,12 +193,12 @@ def test_masks_and_labels_keep_boxes_and_judge_their_filters():
     pruned = {'body': sg.ABSENT, 'head': 1.0}
     assert sg.labels(pruned, {'fast': 'head'}) == {'body': sg.ABSENT, 'head': 'fast'}
     params = {'head': 1.0, 'body': 1.0}
-    for call, name in (
-        (lambda: sg.mask(params, trained='haed'), r'mask\(trained=...\)'),
-        (lambda: sg.mask(params, frozen='haed'), r'mask\(frozen=...\)'),
-        (lambda: sg.labels(params, {'a': 'haed', 'b': True}), 'labels'),
-        (lambda: sg.freeze(optax.sgd(0.1), 'haed').init(params), 'freeze'),
-    ):
+    for name, call in {
+        r'mask\(trained=...\)': lambda: sg.mask(params, trained='haed'),
+        r'mask\(frozen=...\)': lambda: sg.mask(params, frozen='haed'),
+        'labels': lambda: sg.labels(params, {'a': 'haed', 'b': True}),
+        'freeze': lambda: sg.freeze(optax.sgd(0.1), 'haed').init(params),
+    }.items():
         said = rf"^sg\.{name}: Glob\('haed'\) matches none of"
         with pytest.raises(errors.UnusedFilterError, match=said):
             call()
@@ -223,21 +222,13 @@ def test_labels():
 
 def test_leaves_that_no_optimizer_can_take():
     # Hazard 26; and hazard 31, gradients of jax.grad with allow_int.
-    params = {
-        'w': jnp.ones(2),
-        'i': jnp.arange(3),
-        'k': sg.NonDifferentiable(jax.random.key(0)),
-        'm': sg.NonDifferentiable(2**30 + 1),
-        'f': sg.NonDifferentiable(0.3),
-    }
+    marked = {'k': jax.random.key(0), 'm': 2**30 + 1, 'f': 0.3}
+    params = {name: sg.NonDifferentiable(x) for name, x in marked.items()}
+    params |= {'w': jnp.ones(2), 'i': jnp.arange(3)}
     tx = sg.freeze(optax.adamw(0.1, weight_decay=0.5))
-    grads = {
-        'k': sg.ABSENT,
-        'w': jnp.ones(2),
-        'i': np.zeros(3, jax.dtypes.float0),
-        'm': jax.tree.map(jnp.zeros_like, params['m']),
-        'f': jax.tree.map(jnp.zeros_like, params['f']),
-    }
+    zeros = {name: jax.tree.map(jnp.zeros_like, params[name]) for name in 'mf'}
+    integers = np.zeros(3, jax.dtypes.float0)
+    grads = {'k': sg.ABSENT, 'w': jnp.ones(2), 'i': integers, **zeros}
     state = tx.init(params)
     assert sum(x.size for x in jax.tree.leaves(state)) == 5
     updates, state = tx.update(grads, state, params)
@@ -267,8 +258,7 @@ NAMED = {
 @pytest.mark.parametrize('name', NAMED)
 def test_a_filter_that_freezes_everything_warns(name):
     params, where, warns = NAMED[name]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
+    with warnings.catch_warnings(record=True, action='always') as caught:
         sg.freeze(optax.sgd(0.1), where).init(params)
         sg.freeze(optax.sgd(0.1), where, unused='ignore').init(params)
     texts = [str(w.message) for w in caught]
@@ -384,18 +374,14 @@ def test_what_is_frozen_goes_through_a_program_as_it_is(kind):
     labels = {'backbone': 'frozen', 'head': 'live'}
     sgd = optax.sgd(0.1)
 
-    def step(tx):
-        def step(params, grads):
-            state = tx.init(params)
-            return optax.apply_updates(params, tx.update(grads, state, params)[0])
+    def step(tx, params, grads):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates)
 
-        return jax.jit(step, donate_argnums=0)
-
-    by_hand = optax.multi_transform(
-        {'live': sgd, 'frozen': optax.set_to_zero()}, labels
-    )
+    sides = {'live': sgd, 'frozen': optax.set_to_zero()}
+    both = sg.freeze(sgd, 'backbone'), optax.multi_transform(sides, labels)
     with jax.set_mesh(mesh):
-        steps = step(sg.freeze(sgd, 'backbone')), step(by_hand)
+        steps = [jax.jit(functools.partial(step, tx), donate_argnums=0) for tx in both]
         testing.assert_same_program(*steps, params, params)
         text = testing.optimized_hlo(steps[0], params, params)
         assert text.count(' add(') + text.count(' subtract(') == 1
@@ -458,8 +444,8 @@ PAIR = {'a': jnp.array([1.0, 2.0]), 'b': jnp.array([3.0, -1.0])}
 
 def test_a_large_frozen_part_is_no_constant_of_the_program():
     """JAX warns of two gigabytes that are captured; here a warning is an error."""
-    large = jax.ShapeDtypeStruct((1024, 1024, 1024), np.float32)
-    params = {'backbone': large, 'head': jax.ShapeDtypeStruct((3,), np.float32)}
+    shapes = {'backbone': (1024, 1024, 1024), 'head': (3,)}
+    params = {k: jax.ShapeDtypeStruct(v, np.float32) for k, v in shapes.items()}
     tx = sg.freeze(optax.sgd(0.1), 'backbone')
 
     def step(params, state, grads):
@@ -487,12 +473,10 @@ def test_what_optax_reads_as_a_whole_tree():
     tx, specs = sg.freeze(optax.adam(0.1), 'a'), {'a': 'A', 'b': 'B'}
     state = tx.init(PAIR)
 
-    def specs_of(specs):
-        return optax.tree_map_params(tx, lambda x, spec: spec, state, specs)
-
+    of = functools.partial(optax.tree_map_params, tx, lambda x, spec: spec, state)
     with pytest.raises(ValueError, match=r'another part of the tree'):
-        specs_of(specs)
-    assert specs_of(sg.partition(specs, 'b')[0])[0].mu == {'a': sg.ABSENT, 'b': 'B'}
+        of(specs)
+    assert of(sg.partition(specs, 'b')[0])[0].mu == {'a': sg.ABSENT, 'b': 'B'}
 
 
 def test_lookahead_goes_around():
@@ -512,10 +496,8 @@ def test_an_error_of_the_optimizer_is_that_of_the_state_only_if_it_does_not_fit(
     def update(updates, state, params=None):
         raise ValueError('of its own')
 
-    # The first asks for values.
-    asking = lambda p: [float(x) for x in jax.tree.leaves(p)]  # noqa: E731
     params = {'body': 1.0, 'head': jnp.ones(())}
-    for init in asking, lambda p: {'m': p}:
+    for init in lambda p: [*map(float, jax.tree.leaves(p))], lambda p: {'m': p}:
         tx = sg.freeze(optax.GradientTransformation(init, update), 'body')
         state = tx.init(params)
         with pytest.raises(ValueError, match=r'^of its own$'):

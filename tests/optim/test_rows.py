@@ -17,17 +17,9 @@ from tests.helpers.turns import in_turn
 pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 # A stack of six layers, and an array beside it.
-PARAMS: Any = {
-    'layers': {
-        'w': jnp.linspace(-1.0, 1.0, 120).reshape(6, 4, 5),
-        'b': jnp.ones((6, 5)),
-    },
-    'head': jnp.linspace(0.5, 1.0, 5),
-}
-MORE: dict[str, Any] = {
-    'lion': lambda: optax.lion(0.1),
-    'sm3': lambda: optax.sm3(0.1),
-}
+STACK = {'w': jnp.linspace(-1.0, 1.0, 120).reshape(6, 4, 5), 'b': jnp.ones((6, 5))}
+PARAMS: Any = {'layers': STACK, 'head': jnp.linspace(0.5, 1.0, 5)}
+MORE: dict[str, Any] = {'lion': lambda: optax.lion(0.1), 'sm3': lambda: optax.sm3(0.1)}
 # Rows that are frozen, and the axes in which the layers stand.
 CHOICES: dict[str, Any] = {
     'every other': (np.s_[::2], (6,)),
@@ -156,9 +148,8 @@ def test_rows_are_carried_when_the_choice_changes():
 def test_a_state_does_not_tell_of_which_rows_it_is():
     """As many rows, one row that would be several, and all of them."""
     adam = optax.adam(0.1)
-    first, other, one = (
-        sg.freeze(adam, ~sg.at('layers/w', i)) for i in (np.s_[:3], np.s_[3:], 0)
-    )
+    indices = np.s_[:3], np.s_[3:], 0
+    first, other, one = (sg.freeze(adam, ~sg.at('layers/w', i)) for i in indices)
     state = trained(first, first.init(PARAMS))
     for tx, made in (other, state), (first, one.init(PARAMS)):
         with pytest.raises(errors.StructureError, match='layers/w'):
@@ -185,9 +176,7 @@ MEASURED = {
 }
 
 
-@pytest.mark.skipif(
-    not hasattr(optax, 'monitor'), reason='another release of optax has it'
-)
+@pytest.mark.skipif(not hasattr(optax, 'monitor'), reason='a later optax has it')
 @pytest.mark.parametrize('rows', [np.s_[:2], [1, 4], np.s_[4:]])
 @pytest.mark.parametrize('name', MEASURED)
 def test_a_state_that_grows_at_the_first_update(name, rows):

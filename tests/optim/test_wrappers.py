@@ -17,6 +17,7 @@ from flax import serialization
 import flax_sg as sg
 from flax_sg import errors
 from tests.helpers import oracle
+from tests.helpers.optimizers import filled
 from tests.helpers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures('standard_promotion')
@@ -38,52 +39,48 @@ def two(trained: list[int], size: int = 6) -> Any:
     return optax.chain(optax.clip(1.0), first, optax.scale(0.5), second)
 
 
+def is_early(step: Any) -> Any:
+    return step < 3
+
+
 def of_labels(make: Any) -> Callable[[Any], Any]:
     return lambda tx: make({'a': tx, 'b': optax.ema(0.5)}, {'w': 'a', 'b': 'b'})
 
 
+def with_a_rate(make: Any) -> Callable[[Any], Any]:
+    return lambda tx: make(lambda rate: optax.chain(tx, optax.scale(rate)))(rate=0.1)
+
+
 # How each wrapper is written around a transformation.
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    'optax.MultiSteps': lambda tx: optax.MultiSteps(tx, 2),
-    'optax.apply_if_finite': lambda tx: optax.apply_if_finite(tx, 3),
-    'optax.chain': lambda tx: optax.chain(optax.ema(0.5), tx),
-    'optax.conditionally_mask': lambda tx: optax.conditionally_mask(
-        tx, lambda step: step < 3
-    ),
-    'optax.conditionally_transform': lambda tx: optax.conditionally_transform(
-        tx, lambda step: step < 3
-    ),
-    'optax.flatten': optax.flatten,
-    'optax.inject_hyperparams': lambda tx: optax.inject_hyperparams(
-        lambda rate: optax.chain(tx, optax.scale(rate))
-    )(rate=0.1),
-    'optax.inject_stateful_hyperparams': lambda tx: optax.inject_stateful_hyperparams(
-        lambda rate: optax.chain(tx, optax.scale(rate))
-    )(rate=0.1),
-    'optax.lbfgs': lambda tx: optax.lbfgs(linesearch=tx),
-    'optax.lookahead': lambda tx: optax.lookahead(tx, 5, 0.5),
-    'optax.masked': lambda tx: optax.masked(tx, {'w': True, 'b': False}),
-    'optax.monitor': lambda tx: optax.monitor({'seen': tx}),
-    'optax.multi_transform': of_labels(optax.multi_transform),
-    'optax.named_chain': lambda tx: optax.named_chain(('one', tx)),
-    'optax.partition': of_labels(optax.partition),
-    'optax.selective_transform': lambda tx: optax.selective_transform(
+    'MultiSteps': lambda tx: optax.MultiSteps(tx, 2),
+    'apply_if_finite': lambda tx: optax.apply_if_finite(tx, 3),
+    'chain': lambda tx: optax.chain(optax.ema(0.5), tx),
+    'conditionally_mask': lambda tx: optax.conditionally_mask(tx, is_early),
+    'conditionally_transform': (lambda tx: optax.conditionally_transform(tx, is_early)),
+    'flatten': optax.flatten,
+    'inject_hyperparams': with_a_rate(optax.inject_hyperparams),
+    'inject_stateful_hyperparams': with_a_rate(optax.inject_stateful_hyperparams),
+    'lbfgs': lambda tx: optax.lbfgs(linesearch=tx),
+    'lookahead': lambda tx: optax.lookahead(tx, 5, 0.5),
+    'masked': lambda tx: optax.masked(tx, {'w': True, 'b': False}),
+    'monitor': lambda tx: optax.monitor({'seen': tx}),
+    'multi_transform': of_labels(optax.multi_transform),
+    'named_chain': lambda tx: optax.named_chain(('one', tx)),
+    'partition': of_labels(optax.partition),
+    'selective_transform': lambda tx: optax.selective_transform(
         tx, freeze_mask={'w': False, 'b': True}
     ),
-    'optax.with_extra_args_support': optax.with_extra_args_support,
-    'optax.contrib.galore': lambda tx: optax.contrib.galore(
-        0.1, rank=2, base_optimizer=tx
-    ),
-    'optax.contrib.scale_by_galore': lambda tx: optax.contrib.scale_by_galore(
+    'with_extra_args_support': optax.with_extra_args_support,
+    'contrib.galore': lambda tx: optax.contrib.galore(0.1, rank=2, base_optimizer=tx),
+    'contrib.scale_by_galore': lambda tx: optax.contrib.scale_by_galore(
         rank=2, base_optimizer=tx
     ),
-    'optax.contrib.mechanize': optax.contrib.mechanize,
-    'optax.contrib.sam': lambda tx: optax.contrib.sam(tx, tx),
-    'optax.contrib.schedule_free': lambda tx: optax.contrib.schedule_free(tx, 0.1),
-    'optax.contrib.sophia': lambda tx: optax.contrib.sophia(
-        0.1, hessian_diagonal_fn=tx
-    ),
-    'optax.contrib.split_real_and_imaginary': optax.contrib.split_real_and_imaginary,
+    'contrib.mechanize': optax.contrib.mechanize,
+    'contrib.sam': lambda tx: optax.contrib.sam(tx, tx),
+    'contrib.schedule_free': lambda tx: optax.contrib.schedule_free(tx, 0.1),
+    'contrib.sophia': lambda tx: optax.contrib.sophia(0.1, hessian_diagonal_fn=tx),
+    'contrib.split_real_and_imaginary': optax.contrib.split_real_and_imaginary,
 }
 
 
@@ -94,7 +91,7 @@ def wrappers_of_optax() -> Iterator[str]:
             if inspect.isfunction(fn) or inspect.isclass(fn):
                 given = inspect.signature(fn).parameters.values()
                 if any('GradientTransformation' in str(p.annotation) for p in given):
-                    yield f'{module.__name__}.{name}'
+                    yield f'{module.__name__}.{name}'.removeprefix('optax.')
 
 
 def test_every_wrapper_has_a_row():
@@ -103,21 +100,11 @@ def test_every_wrapper_has_a_row():
 
 def params_of(name: str) -> tuple[Any, int]:
     """The parameters, and how many rows the arrays have of which a freeze is told."""
-    if name == 'optax.lookahead':
+    if name == 'lookahead':
         return optax.LookaheadParams(PARAMS, PARAMS), 6
-    if name == 'optax.contrib.split_real_and_imaginary':
+    if name == 'contrib.split_real_and_imaginary':
         return {**PARAMS, 'z': jnp.ones(6, jnp.complex64)}, 6
-    return PARAMS, 60 if name == 'optax.flatten' else 6
-
-
-def filled(state: Any) -> Any:
-    """A state with other numbers everywhere."""
-    leaves, treedef = jax.tree.flatten(state)
-    numbers = (np.arange(jnp.size(leaf)) + 100 * n for n, leaf in enumerate(leaves, 1))
-    return treedef.unflatten(
-        jnp.array(new.reshape(jnp.shape(leaf)), jnp.result_type(leaf))
-        for new, leaf in zip(numbers, leaves, strict=True)
-    )
+    return PARAMS, 60 if name == 'flatten' else 6
 
 
 def by_hand(state: Any, new: Any, size: int, trained: list[int]) -> dict[str, Any]:
@@ -149,7 +136,7 @@ def test_moments_stay_with_their_rows(name):
     for tx, trained in (new, NEW), (old, OLD):
         made, adopted = tx.init(params), sg.adopt(tx, params, state, old=old)
         assert jax.tree.structure(adopted) == jax.tree.structure(made)
-        if name == 'optax.flatten':  # optax cannot tell, so other rows begin anew.
+        if name == 'flatten':  # optax cannot tell, so other rows begin anew.
             oracle.assert_same(adopted, state if trained is OLD else made)
             oracle.assert_same(sg.adopt(tx, params, state), made)
             continue
@@ -208,7 +195,7 @@ def through_orbax(state: Any, path: Any) -> Any:
     ('through', 'name'),
     in_turn(
         (through_msgpack, as_plain_dicts, through_orbax),
-        ('optax.chain', 'optax.multi_transform'),
+        ('chain', 'multi_transform'),
     ),
 )
 def test_a_state_that_was_stored(through, name, tmp_path):

@@ -48,26 +48,12 @@ def test_the_matrix_and_its_legend():
 
 def test_numbers_in_names_are_in_order():
     # As JAX orders the keys of a dict.
-    names = [
-        'enc/layer/0/b_10',
-        'enc/layer/0/b_9',
-        'enc/layer/10/att/w',
-        'enc/layer/10/mlp/w',
-        'enc/layer/2/att/w',
-        'enc/layer/2/mlp/w',
-        'scale',
-    ]
+    layer = ['enc/layer/0/b_10', 'enc/layer/0/b_9']
+    tenth, second = ([f'enc/layer/{n}/{x}/w' for x in ('att', 'mlp')] for n in (10, 2))
     status = ['flows', 'stopped', 'unused', 'flows', 'flows', 'flows', 'flows']
-    layers = report({'loss': status}, names)
-    assert [row.name for row in layers.matrix().rows] == [
-        'enc/layer/0/b_9',
-        'enc/layer/0/b_10',
-        'enc/layer/2/att/w',
-        'enc/layer/2/mlp/w',
-        'enc/layer/10/att/w',
-        'enc/layer/10/mlp/w',
-        'scale',
-    ]
+    layers = report({'loss': status}, [*layer, *tenth, *second, 'scale'])
+    rows = [row.name for row in layers.matrix().rows]
+    assert rows == [*layer[::-1], *second, *tenth, 'scale']
     groups = ['enc/layer/0', 'enc/layer/2', 'enc/layer/10', '']
     assert list(layers.by_module(3)) == groups
     assert layers.by_module(3)['enc/layer/10'] == ('partly',)
@@ -98,10 +84,7 @@ def test_equal_rows_of_repeated_layers_are_one_row():
     whole = report({'loss': frozen + ['flows'] * 6}, names).matrix()
     assert whole.rows[-1] == Row('tail_[0-2]', ('flows',))
     by_part = report({'loss': frozen + ['stopped', 'flows'] * 3}, names).matrix(1)
-    assert [(row.name, row.cells[0]) for row in by_part.rows] == [
-        ('net', 'partly'),
-        ('tail_[0-2]', 'partly'),
-    ]
+    assert [*by_part.rows] == [Row(name, ('partly',)) for name in ('net', 'tail_[0-2]')]
 
 
 def test_what_is_repeated():
@@ -161,11 +144,8 @@ def drawn(monkeypatch, path, flow, **options):
 
     saved = []
     save = figure.Figure.savefig
-    monkeypatch.setattr(
-        figure.Figure,
-        'savefig',
-        lambda self, *args, **kw: saved.append(self) or save(self, *args, **kw),
-    )
+    noted = lambda self, *args, **kw: saved.append(self) or save(self, *args, **kw)  # noqa: E731
+    monkeypatch.setattr(figure.Figure, 'savefig', noted)
     flow.plot(path, **options)
     (axes,) = saved[-1].axes
     return axes, image.imread(path)
@@ -189,10 +169,8 @@ def test_the_picture_has_the_matrix_in_its_cells(dark, monkeypatch, tmp_path):
     assert shown == [row.name for row in rows]
     assert axes.get_title(loc='left') == 'Who trains whom'
     legend = axes.texts[-1].get_text().replace('\n', ' ')
-    assert all(
-        f'{WORDS[key].text}: {WORDS[key].meaning}' in legend
-        for key in ('flows', 'stopped', 'unused')
-    )
+    for key in 'flows', 'stopped', 'unused':
+        assert f'{WORDS[key].text}: {WORDS[key].meaning}' in legend
     assert_inside(pixels)
     assert (pixels[0, 0, :3].mean() < 0.1) == dark
     # Letters of 11 points are legible on a phone, which is 390 pixels wide.
@@ -220,14 +198,13 @@ def test_a_cell_of_a_notebook_that_ends_in_a_report_shows_the_table():
         hidden = jnp.tanh(jnp.sin(params['body']['<w>']) * x)
         return jnp.sum(jax.lax.stop_gradient(hidden) * params['head']['w'])
 
-    reports = [
+    for each in (
         sg.gradient_flow(loss, params, jnp.ones(2)),
         sg.precompute(loss, params, jnp.ones(2), wrt='head/**'),
         sg.testing.moves(params, params),
         sg.paths(params),
         sg.tabulate(linen.Dense(2), jnp.ones(2)),
-    ]
-    for each in reports:
+    ):
         shown = each._repr_html_()
         assert shown.startswith('<pre')
         assert html.unescape(shown.partition('>')[2]) == f'{each}</pre>'
@@ -236,14 +213,9 @@ def test_a_cell_of_a_notebook_that_ends_in_a_report_shows_the_table():
 
 def test_a_table_takes_80_columns() -> None:
     """Long cells go on in the next line, behind a '/' or a space; numbers stay."""
-    rows = [
-        [
-            'encoder/blocks_0/attention/query/w',
-            '1,234',
-            'tanh at net.py:12 (A.__call__)',
-        ],
-        ['head/kernel', '8', 'dot_general at network.py:123 (Attention.__call__.f.g)'],
-    ]
+    a = 'encoder/blocks_0/attention/query/w', '1,234', 'tanh at net.py:12 (A.__call__)'
+    b = 'head/kernel', '8', 'dot_general at network.py:123 (Attention.__call__.f.g)'
+    rows = [[*a], [*b]]
     shown = text.table(['path', 'bytes', 'made by'], rows, ['bytes']).splitlines()
     assert max(map(text.width, shown)) <= 80
     assert shown[2:] == [

@@ -40,12 +40,9 @@ def names_of(module: ModuleType) -> set[str]:
 
 # The module, its short name in the pages, and the classes that its functions return.
 # Only the reference shows these classes.
+REPORTS = {'GradientFlow', 'Precomputed', 'Why', 'ModuleTable', 'Paths', 'Variable'}
 MODULES = [
-    (
-        flax_sg,
-        'sg',
-        {'GradientFlow', 'Precomputed', 'Why', 'ModuleTable', 'Paths', 'Variable'},
-    ),
+    (flax_sg, 'sg', REPORTS),
     (linen, 'nn', {'BlockDecorator'}),
     (filters, 'filters', set[str]()),
     (core, 'core', set[str]()),
@@ -53,35 +50,26 @@ MODULES = [
     (errors, 'errors', set[str]()),
 ]
 # What ``where`` or ``wrt`` of a function names: what the word says.
-SIDES: dict[Any, str] = {
-    linen.stop_gradient: 'where stopped',
-    linen.train_only: 'where trained',
-    linen.Frozen: 'where frozen',
-    linen.mirror: 'where stopped',
-    core.stop_gradient: 'where stopped',
-    flax_sg.stop_gradient: 'where stopped',
-    flax_sg.freeze: 'where frozen',
-    flax_sg.grad: 'wrt differentiated',
-    flax_sg.value_and_grad: 'wrt differentiated',
-    flax_sg.vjp: 'wrt differentiated',
-    testing.assert_trains_only: 'where trained',
-    testing.assert_flows: 'where trained',
-    testing.assert_stopped: 'where stopped',
-    testing.assert_moves_only: 'where moved',
+BY_SIDE: dict[str, list[Any]] = {
+    'where stopped': [linen.stop_gradient, linen.mirror, core.stop_gradient],
+    'where trained': [linen.train_only, testing.assert_trains_only],
+    'where frozen': [linen.Frozen, flax_sg.freeze],
+    'wrt differentiated': [flax_sg.grad, flax_sg.value_and_grad, flax_sg.vjp],
+    'where moved': [testing.assert_moves_only],
+    'wrt trained': [],
 }
+BY_SIDE['where stopped'] += [flax_sg.stop_gradient, testing.assert_stopped]
+BY_SIDE['where trained'] += [testing.assert_flows]
 
 if hasattr(flax.nnx.Variable, 'get_value'):  # flax_sg.nnx asks for flax 0.12.1.
     from flax_sg import nnx
 
     EXTENDED[nnx] = flax.nnx
     MODULES.append((nnx, 'nnx', set()))
-    SIDES.update(
-        {
-            nnx.stop_gradient: 'where stopped',
-            nnx.train_only: 'where trained',
-            nnx.Optimizer: 'wrt trained',
-        }
-    )
+    BY_SIDE['where stopped'].append(nnx.stop_gradient)
+    BY_SIDE['where trained'].append(nnx.train_only)
+    BY_SIDE['wrt trained'].append(nnx.Optimizer)
+SIDES = {function: side for side, of in BY_SIDE.items() for function in of}
 each_module = pytest.mark.parametrize(
     ('module', 'short', 'returned'), MODULES, ids=[short for _, short, _ in MODULES]
 )
@@ -114,10 +102,8 @@ def test_the_returned_objects(request: pytest.FixtureRequest):
     before, head, rest = page.partition('## Returned objects\n')
     table = re.findall(r'\|---\|---\|\n((?:\|.*\n)*)', rest)[0]
     if request.config.getoption('--rewrite'):
-        page = (
-            before + head + rest.replace(f'|---|---|\n{table}', f'|---|---|\n{made}', 1)
-        )
-        (DOCS / 'names.md').write_text(page)
+        rest = rest.replace(f'|---|---|\n{table}', f'|---|---|\n{made}', 1)
+        (DOCS / 'names.md').write_text(before + head + rest)
         return
     assert table == made
 

@@ -47,11 +47,8 @@ def requirements(metadata: email.message.Message, extra: str | None) -> set[str]
     """The names that an extra requires; for None those that the library requires."""
     lines = [line.partition(';') for line in metadata.get_all('Requires-Dist', [])]
     wanted = f"extra == '{extra}'" if extra else ''
-    return {
-        re.split(r'[^\w-]', name)[0]
-        for name, _, condition in lines
-        if condition.strip() == wanted
-    }
+    named = [name for name, _, condition in lines if condition.strip() == wanted]
+    return {re.split(r'[^\w-]', name)[0] for name in named}
 
 
 def test_the_core_needs_exactly_four_packages(metadata: email.message.Message):
@@ -78,13 +75,9 @@ def test_metadata(metadata: email.message.Message):
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
     files = {n for n in wheel.namelist() if '.dist-info/' not in n}
-    package = ROOT / 'flax_sg'
-    sources = {
-        file.relative_to(ROOT).as_posix()
-        for file in package.rglob('*')
-        if file.is_file() and '__pycache__' not in file.parts
-    }
-    assert files == sources
+    paths = [file for file in (ROOT / 'flax_sg').rglob('*') if file.is_file()]
+    sources = [p.relative_to(ROOT) for p in paths if '__pycache__' not in p.parts]
+    assert files == {path.as_posix() for path in sources}
     assert 'flax_sg/py.typed' in files
     assert any(n.endswith('.dist-info/licenses/LICENSE') for n in wheel.namelist())
 
@@ -132,7 +125,7 @@ def test_pip_is_found_in_a_page_of_a_package_index():
 
 
 def test_the_address_is_written_where_it_stands():
-    named = ('pyproject.toml', 'README.md', 'CITATION.cff')
+    named = 'pyproject.toml', 'README.md', 'CITATION.cff'
     command = f'`sed -i s/OWNER/NAME/ {" ".join(named)}`'
     assert command in (ROOT / 'CONTRIBUTING.md').read_text()
     for name in named:
@@ -143,11 +136,9 @@ def test_the_address_is_written_where_it_stands():
 
 def test_the_library_imports_only_what_it_requires():
     # numpy comes with jax, which takes and returns its arrays; rich with flax.
-    assert any(
-        need.startswith('rich') for need in importlib.metadata.requires('flax') or ()
-    )
-    own = {'flax_sg', 'numpy', 'rich'}
-    allowed = CORE | own | set(sys.stdlib_module_names)
+    needs = importlib.metadata.requires('flax') or ()
+    assert any(need.startswith('rich') for need in needs)
+    allowed = {*CORE, 'flax_sg', 'numpy', 'rich', *sys.stdlib_module_names}
     package = ROOT / 'flax_sg'
     found = {}
     for file in set(package.rglob('*.py')) - set(package.glob('demo/**/*.py')):

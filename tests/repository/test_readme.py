@@ -20,18 +20,11 @@ from tests.helpers.left_over import forget_contexts
 ROOT = Path(__file__).parents[2]
 README = ROOT / 'README.md'
 # Pages that only include another file, such as the README.
-PAGES = [README] + [
-    page
-    for page in sorted((ROOT / 'docs').glob('*.md'))
-    if '```{include}' not in page.read_text()
-]
+GUIDE = sorted((ROOT / 'docs').glob('*.md'))
+PAGES = [README, *(p for p in GUIDE if '```{include}' not in p.read_text())]
 
 # Pages that begin with a program on purpose: it is their idea, or that is elsewhere.
-WITH_A_MODEL_FIRST = {
-    'README.md',
-    'quick_start.md',
-    'names.md',
-}
+WITH_A_MODEL_FIRST = {'README.md', 'quick_start.md', 'names.md'}
 
 every_page = pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 

@@ -71,15 +71,13 @@ def test_a_test_whose_outcome_a_block_changes_is_listed(checkout: Path):
     report = [re.sub(r', \d+ s: ', ': ', line) for line in report]
     assert report[0] == 'plain: 6 as without a block (1 fail), 0 faults'
     assert report[1] == 'test-false: 3 as without a block (1 fail), 3 faults'
-    starts = [
-        '  tests/core/core_tiny_test.py::ScopeTest::test_around: passed -> failed: '
-        'AssertionError: ',
-        '  tests/linen/tiny_test.py::test_around: passed -> failed: '
-        'AssertionError: a block around',
-        '  tests/linen/tiny_test.py::test_inside: passed -> failed: '
-        'AssertionError: a block in a method',
-    ]
-    for line, start in zip(report[2:5], starts, strict=True):
+    starts = {
+        'core/core_tiny_test.py::ScopeTest::test_around': '',
+        'linen/tiny_test.py::test_around': 'a block around',
+        'linen/tiny_test.py::test_inside': 'a block in a method',
+    }
+    for line, (test, said) in zip(report[2:5], starts.items(), strict=True):
+        start = f'  tests/{test}: passed -> failed: AssertionError: {said}'
         assert line.startswith(start)
     assert files_in(checkout) == before
 

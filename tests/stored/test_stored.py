@@ -1,6 +1,7 @@
 """Rows in files are those of the function on the whole data set, to the bit."""
 
 import collections
+import contextlib
 import errno
 import functools
 import os
@@ -197,13 +198,10 @@ def test_what_is_there_is_not_computed_again(tmp_path: Path):
 
 def test_a_file_of_another_process_stays_for_an_hour(tmp_path: Path):
     sg.store(of_pair, (X, Y), tmp_path, batch_size=4)
-    young, old, of_others = (
-        tmp_path / name
-        for name in (
-            f'00000000.npy.{"1" * 32}.part',
-            f'about.json.{"2" * 32}.part',
-            'film.mkv.part',
-        )
+    young = tmp_path / f'00000000.npy.{"1" * 32}.part'
+    old, of_others = (
+        tmp_path / f'about.json.{"2" * 32}.part',
+        tmp_path / 'film.mkv.part',
     )
     for part in (young, old, of_others):
         part.touch()
@@ -246,9 +244,8 @@ def test_a_missing_row_raises_when_it_is_read(tmp_path: Path):
     np.testing.assert_array_equal(rows[[0, 3]][1], [0, 3])
     with pytest.raises(errors.MissingRowsError, match=r'00000001\.npy is missing'):
         rows[[0, 5]]
-    with pytest.raises(
-        errors.MissingRowsError, match=r'00000002\.npy is missing, cut off'
-    ):
+    said = r'00000002\.npy is missing, cut off'
+    with pytest.raises(errors.MissingRowsError, match=said):
         rows[-1]
 
 
@@ -274,71 +271,69 @@ def scaled(factor):
     return lambda x, y: [2 * factor * x, y]
 
 
-STALE: dict[str, Any] = {
-    'other weights': (scaled(1.05), (X, Y)),
-    'other code': (lambda x, y: [np.tanh(x), y], (X, Y)),
-    'another order of the data': (of_pair, (X[::-1], Y)),
-    'another order of the labels': (of_pair, (X, Y[::-1])),
-    'one label in a batch': (of_pair, (X, np.where(Y == 9, 0, Y))),
-    'not a number': (scaled(np.nan), (X, Y)),
-    'infinite': (scaled(np.inf), (X, Y)),
-    'a random function': (
-        lambda x, y: [2 * x + np.random.default_rng().standard_normal(x.shape), y],
-        (X.astype(float), Y),
-    ),
+def stored(rows, folder):
+    """Stores arrays, or a tuple of them, as they are."""
+    return sg.store(lambda *rows: rows, rows, folder, batch_size=4)
+
+
+def masked(x, value=-1e9):
+    """Logits of which some are masked."""
+    return np.where(np.arange(3) == 1, value, x)
+
+
+WIDE = X.astype(float)
+FEW, INTS = (
+    np.eye(ROWS, 5000) > 0,
+    np.arange(ROWS * 100, dtype=np.int8).reshape(ROWS, -1),
+)
+STALE: dict[str, tuple[Any, Any]] = {
+    'other weights': ((X, Y), (1.05 * X, Y)),
+    'other code': ((X, Y), (np.tanh(X), Y)),
+    'another order of the data': ((X, Y), (X[::-1], Y)),
+    'another order of the labels': ((X, Y), (X, Y[::-1])),
+    'one label in a batch': ((X, Y), (X, np.where(Y == 9, 0, Y))),
+    'not a number': (X, X * np.float32(np.nan)),
+    'infinite': (X, X * np.float32(np.inf)),
+    'a random function': (X, np.random.default_rng(7).random(X.shape, np.float32)),
+    # What a norm alone does not see.
+    'a few numbers are far larger': (masked(X), masked(-X)),
+    'bools of which few hold': (FEW, np.roll(FEW, 7, 1)),
+    'small ints of which few hold': (FEW.astype('i1'), np.roll(FEW, 7, 1).astype('i1')),
+    'large ints': (10**9 + Y, 10**9 + Y[::-1]),
 }
 
 
 @pytest.mark.parametrize('case', STALE)
 def test_stale_rows_raise(case: str, tmp_path: Path):
-    fun, data = STALE[case]
-    is_random = data[0].dtype == float
-    first = fun if is_random else of_pair
-    sg.store(first, data if is_random else (X, Y), tmp_path, batch_size=4)
+    one, other = STALE[case]
+    stored(one, tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(errors.StaleRowsError, match='is stale'):
-        sg.store(fun, data, tmp_path, batch_size=4)
+        stored(other, tmp_path)
     # Nothing is lost.
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
 
-def masked(x):
-    """Logits of which some are masked."""
-    return np.where(np.arange(3) == 1, -1e9, x)
-
-
-BLIND: dict[str, Any] = {
-    'a few numbers are far larger': (masked(X), masked(-X)),
-    'bools of which few hold': (np.eye(ROWS, 5000) > 0, np.eye(ROWS, 5000, 7) > 0),
-    'small ints of which few hold': (
-        np.eye(ROWS, 5000, dtype=np.int8),
-        np.eye(ROWS, 5000, 7, dtype=np.int8),
+# What is stored, what it is the next time, and what a warning says.
+ROUNDED: dict[str, tuple[Any, Any, str]] = {
+    'the last bits': (X, X * np.float32(1 + 1e-6), ''),
+    'half a per cent': (
+        (X, Y),
+        (1.005 * X, Y),
+        r'rows\[0\] of batch 2 differs by 0\.5%',
     ),
-    'large ints': (10**9 + Y, 10**9 + Y[::-1]),
+    # Features of 8 bits, a tenth of which are rounded to the other side.
+    'small ints': (INTS, INTS + (INTS % 10 == 0).astype('i1'), 'It may be rounding'),
+    'beside infinities': (masked(WIDE, -np.inf), masked(WIDE + 1e-9, -np.inf), ''),
 }
 
 
-@pytest.mark.parametrize('case', BLIND)
-def test_what_a_norm_does_not_see(case: str, tmp_path: Path):
-    one, other = BLIND[case]
-    sg.store(lambda x: x, one, tmp_path, batch_size=4)
-    with pytest.raises(errors.StaleRowsError, match='is stale'):
-        sg.store(lambda x: x, other, tmp_path, batch_size=4)
-
-
-def test_rounding_of_small_ints_is_not_stale(tmp_path: Path):
-    """Features of 8 bits, a tenth of which are rounded to the other side."""
-    x = np.arange(ROWS * 100).reshape(ROWS, 100).astype(np.int8)
-    sg.store(lambda x: x, x, tmp_path, batch_size=4)
-    other = x + (np.arange(100) % 10 == 0).astype(np.int8)
-    with pytest.warns(UserWarning, match='It may be rounding'):
-        sg.store(lambda x: x, other, tmp_path, batch_size=4)
-
-
-def test_equal_infinities_beside_rounding(tmp_path: Path):
-    x = np.where(np.arange(3) == 1, -np.inf, X.astype(float))
-    sg.store(lambda x: x, x, tmp_path, batch_size=4)
-    sg.store(lambda x: x, x * (1 + 1e-9), tmp_path, batch_size=4)
+@pytest.mark.parametrize('case', ROUNDED)
+def test_rounding_is_not_stale(case: str, tmp_path: Path):
+    one, other, said = ROUNDED[case]
+    stored(one, tmp_path)
+    with pytest.warns(UserWarning, match=said) if said else contextlib.nullcontext():
+        stored(other, tmp_path)
 
 
 def test_open_rows_see_that_the_folder_has_others(tmp_path: Path):
@@ -346,17 +341,9 @@ def test_open_rows_see_that_the_folder_has_others(tmp_path: Path):
     for file in tmp_path.iterdir():
         file.unlink()
     sg.store(of_pair, (X, Y), tmp_path, batch_size=3)
-    with pytest.raises(errors.MissingRowsError, match='of another store'):
-        rows[0]
-    with pytest.raises(errors.MissingRowsError, match='of another store'):
-        rows[:]
-
-
-def test_rounding_is_not_stale(tmp_path: Path):
-    sg.store(scaled(1), (X, Y), tmp_path, batch_size=4)
-    sg.store(scaled(1 + 1e-6), (X, Y), tmp_path, batch_size=4)
-    with pytest.warns(UserWarning, match=r'rows\[0\] of batch 2 differs by 0\.5%'):
-        sg.store(scaled(1.005), (X, Y), tmp_path, batch_size=4)
+    for at in 0, slice(None):
+        with pytest.raises(errors.MissingRowsError, match='of another store'):
+            rows[at]
 
 
 def test_of_two_first_starts_one_is_right(tmp_path: Path):
@@ -381,26 +368,18 @@ def test_of_two_first_starts_one_is_right(tmp_path: Path):
     [won] = [n for n in (0, 1) if isinstance(ends[n], sg.Rows)]
     assert isinstance(ends[1 - won], errors.StaleRowsError)
     # Later batches of the other one were compared, too, or never written.
-    assert_rows(sg.store(scaled([1, 3][won]), (X, Y), tmp_path, batch_size=4),
-                2 * [1, 3][won] * X, Y)  # fmt: skip
+    rows = sg.store(scaled([1, 3][won]), (X, Y), tmp_path, batch_size=4)
+    assert_rows(rows, 2 * [1, 3][won] * X, Y)
 
 
 # What is in no row.
 
 
-def of_one(params, x):
-    return jnp.tanh(x @ params['w']), params['prompts'].sum(0)
-
-
 def test_what_no_example_changes_is_kept_once(tmp_path: Path):
     fixed = jnp.arange(6.0).reshape(2, 3)
-    rows = sg.store(
-        lambda x: {'row': x, 'fixed': fixed, 'number': 7},
-        X,
-        tmp_path,
-        batch_size=4,
-        axes={'row': 0, 'fixed': None, 'number': None},
-    )
+    fun = lambda x: {'row': x, 'fixed': fixed, 'number': 7}  # noqa: E731
+    how: Any = {'batch_size': 4, 'axes': {'row': 0, 'fixed': None, 'number': None}}
+    rows = sg.store(fun, X, tmp_path, **how)
     for at in (3, [1, 2], slice(None)):
         np.testing.assert_array_equal(rows[at]['fixed'], fixed, strict=True)
         assert rows[at]['number'] == 7 and rows[at]['number'].shape == ()
@@ -409,17 +388,10 @@ def test_what_no_example_changes_is_kept_once(tmp_path: Path):
     np.testing.assert_array_equal(rows[:]['row'], X, strict=True)
     assert os.path.getsize(tmp_path / 'fixed.npy') < 500
     os.truncate(tmp_path / 'fixed.npy', 150)
-    with pytest.raises(
-        errors.MissingRowsError, match=r'fixed\.npy is missing, cut off'
-    ):
+    said = r'fixed\.npy is missing, cut off'
+    with pytest.raises(errors.MissingRowsError, match=said):
         sg.Rows(tmp_path)
-    rows = sg.store(
-        lambda x: {'row': x, 'fixed': fixed, 'number': 7},
-        X,
-        tmp_path,
-        batch_size=4,
-        axes={'row': 0, 'fixed': None, 'number': None},
-    )
+    rows = sg.store(fun, X, tmp_path, **how)
     np.testing.assert_array_equal(rows[0]['fixed'], fixed, strict=True)
 
 
@@ -459,24 +431,15 @@ def test_grain_shuffles_and_goes_on(tmp_path: Path):
     """In its threads, in order, and from the state of an iterator."""
     grain = pytest.importorskip('grain', reason='grain is an extra of the pages')
     rows = sg.store(of_pair, (X, Y), tmp_path, batch_size=4)
-    batches = (
-        grain.MapDataset.range(len(rows))
-        .shuffle(seed=0)
-        .repeat(2)
-        .batch(4, drop_remainder=True)
-        .map(rows.__getitem__)
-    )
+    numbers = grain.MapDataset.range(len(rows)).shuffle(seed=0).repeat(2)
+    batches = numbers.batch(4, drop_remainder=True).map(rows.__getitem__)
     plain = [batches[n] for n in range(len(batches))]
     for x, y in plain:
         np.testing.assert_array_equal(x, 2 * X[y], strict=True)
     assert sorted(np.concatenate([y for _, y in plain])[:8]) != [*range(8)]
-    iterator = iter(batches.to_iter_dataset())
+    iterator, fresh = (iter(batches.to_iter_dataset()) for _ in range(2))
     read = [next(iterator) for _ in range(2)]
-    state = iterator.get_state()
-    other = iter(batches.map(lambda x: x).to_iter_dataset())
-    del other
-    fresh = iter(batches.to_iter_dataset())
-    fresh.set_state(state)
+    fresh.set_state(iterator.get_state())
     for found, right in zip([*read, *fresh], plain, strict=True):
         np.testing.assert_array_equal(found[1], right[1])
     assert isinstance(rows, grain.sources.RandomAccessDataSource)
@@ -565,10 +528,7 @@ def test_an_error_says_for_which_examples(tmp_path: Path):
         assert y[0] < 8
         return of_pair(x, y)
 
-    for source, said in (
-        (Broken(), 'examples 4 to 7 of 11'),
-        ((X, Y), '8 to 10 of 11'),
-    ):
+    for source, said in (Broken(), 'examples 4 to 7 of 11'), ((X, Y), '8 to 10 of 11'):
         with pytest.raises((KeyError, AssertionError)) as raised:
             sg.store(fun, source, tmp_path, batch_size=4)
         assert said in raised.value.__notes__[0]
@@ -627,9 +587,8 @@ def test_six_steps_of_adam_are_those_of_the_whole_loss(way: str, tmp_path: Path)
         return jnp.mean(jax.vmap(of_one, (None, 0, 0))(p, x, y))
 
     if way == 'examples=True':
-        ahead = sg.precompute(
-            loss, params, x[:size], y[:size], wrt='head/**', examples=True
-        )
+        split: Any = {'wrt': 'head/**', 'examples': True}
+        ahead = sg.precompute(loss, params, x[:size], y[:size], **split)
         late, axes = ahead.late, 0
         early = functools.partial(ahead.early, params)
     else:

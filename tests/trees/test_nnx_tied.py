@@ -73,13 +73,8 @@ def test_paths_anywhere_in_a_tree(within):
 )
 def test_tied_weights_are_selected_by_any_of_their_paths(where):
     model = Tied()
-    for chosen, expected in (
-        (where, [True, False]),
-        (~as_filter(where), [False, True]),
-    ):
-        found = [one.selected for one in sg.paths(model, where=chosen)]
-        assert found == expected
-
+    for chosen, expected in (where, [True, False]), (~as_filter(where), [False, True]):
+        assert [one.selected for one in sg.paths(model, where=chosen)] == expected
     sg.testing.assert_stopped(stopped, where, model)
     sg.testing.assert_trains_only(stopped, ~as_filter(where), model)
     with pytest.raises(sg.errors.ExpectationError):
@@ -128,9 +123,8 @@ def test_one_state_at_two_places_is_two_leaves(make):
         'list': {'online': [layer], 'target': (layer,)},
         'beside': {'tied': model, 'target': {'w': layer}, 'online': [layer]},
     }[make]
-    if make == 'beside':
-        copy = {'tied': nnx.clone(model), 'target': {'w': 1.0}, 'online': [1.0]}
-    else:
+    copy = {'tied': nnx.clone(model), 'target': {'w': 1.0}, 'online': [1.0]}
+    if make != 'beside':
         copy = jax.tree.map(jnp.copy, tree)
     for where in 'target/**', 'online/**', ['target/**', 'online/**']:
         takes = [one.selected for one in sg.paths(tree, where=where)]
@@ -147,9 +141,8 @@ def test_one_state_at_two_places_is_two_leaves(make):
     def loss(stop):
         return lambda tree: sum(x.sum() for x in jax.tree.leaves(stop(tree)))
 
-    by_hand = loss(
-        lambda tree: tree | {'target': jax.lax.stop_gradient(tree['target'])}
-    )
+    stop = jax.lax.stop_gradient
+    by_hand = loss(lambda tree: {**tree, 'target': stop(tree['target'])})
     ours = loss(lambda tree: sg.stop_gradient(tree, 'target/**'))
     for name in 'target', 'online':
         oracle.assert_same(jax.grad(ours)(tree)[name], jax.grad(by_hand)(tree)[name])
@@ -239,11 +232,8 @@ def test_reports_of_children_that_know_their_parent():
         return (model(X) * jax.lax.stop_gradient(model.child.layer(X))).sum()
 
     model = Parent()
-    assert [one.path for one in sg.paths(model)] == [
-        'child/around/0/1',
-        KERNEL,
-        'scale',
-    ]
+    paths = [one.path for one in sg.paths(model)]
+    assert paths == ['child/around/0/1', KERNEL, 'scale']
     stopping = lambda m: m.child(jax.lax.stop_gradient(X)).sum()  # noqa: E731
     sg.testing.assert_trains_only(stopping, [KERNEL, 'scale'], model)
     only = lambda m: jnp.sum(m.scale[...] * m.child(X))  # noqa: E731
@@ -364,8 +354,7 @@ def reports(make):
         return (sg_nnx.stop_gradient(of(tree), '**/a/bias')(X) ** 2).sum()
 
     before = jax.tree.map(jnp.copy, nnx.state(of(tree)))
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # It writes batch statistics.
+    with warnings.catch_warnings(action='ignore'):  # It writes batch statistics.
         grads = sg.grad(loss, wrt='**/kernel', absent='zeros')(tree)
     part, rest = sg.partition(tree, '**/kernel')
     joined = sg.combine(rest, part)

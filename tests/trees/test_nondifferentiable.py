@@ -275,14 +275,10 @@ def test_a_cast_that_loses_integers_is_refused(dtype):
     assert cast(ND(1.5)).value.dtype == dtype
     assert bool(cast(ND(True)).value)
 
-    def is_marked(x):
-        return isinstance(x, ND)
-
+    is_marked = lambda x: isinstance(x, ND)  # noqa: E731
+    kept = lambda x: x if is_marked(x) else x.astype(dtype)  # noqa: E731
     params = {'n': ND(1001), 'w': jnp.ones(2)}
-    kept = jax.tree.map(
-        lambda x: x if is_marked(x) else x.astype(dtype), params, is_leaf=is_marked
-    )
-    assert int(kept['n']) == 1001
+    assert int(jax.tree.map(kept, params, is_leaf=is_marked)['n']) == 1001
 
 
 def test_copies():
