@@ -173,6 +173,14 @@ def both(pair: Any) -> Any:
     return apply(pair.a) + 2.0 * apply(pair.b)
 
 
+def test_a_state_of_parameters_replaces_no_array_beside_them():
+    model, target = Scale(), Scale(5.0)
+    model.table, target.table = nnx.data(ONES), nnx.data(2.0 * ONES)
+    view = nnx.substitute(model, nnx.state(target, nnx.Param))
+    oracle.assert_same(apply(view), apply(target))
+    assert view.table.tolist() == ONES.tolist()
+
+
 def test_other_values_that_are_tied_elsewhere():
     """A target that ties what the model does not, and the reverse."""
     model, target = pair_of(2.0, False), pair_of(5.0, True)

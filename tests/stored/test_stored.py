@@ -4,6 +4,7 @@ import collections
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import pickle
 import resource
@@ -346,20 +347,20 @@ def test_open_rows_see_that_the_folder_has_others(tmp_path: Path):
             rows[at]
 
 
-def test_of_two_first_starts_one_is_right(tmp_path: Path):
-    """Both compute a batch before one of them has written anything."""
-    both = threading.Barrier(2)
+def test_of_two_first_starts_one_is_right(tmp_path: Path, monkeypatch):
+    """Both have written their first files before one of these gets its name."""
+    both, calls, sync = threading.Barrier(2), itertools.count(), os.fsync
+
+    def waits(file):
+        sync(file)
+        if next(calls) < 4:  # Two of about.json, and two of the first batch.
+            both.wait(10)
+
+    monkeypatch.setattr(os, 'fsync', waits)
 
     def run(factor):
-        begun = []
-
-        def slow(x, y):
-            if not begun:
-                begun.append(both.wait(10))
-            return scaled(factor)(x, y)
-
         try:
-            return sg.store(slow, (X, Y), tmp_path, batch_size=4)
+            return sg.store(scaled(factor), (X, Y), tmp_path, batch_size=4)
         except errors.StaleRowsError as error:
             return error
 
