@@ -260,7 +260,7 @@ class Records:
             for place, n in zip(some.places.tolist(), some.to.tolist(), strict=True):
                 file.seek(self._begin + place * self._dtype.itemsize)
                 for array in raw.values():
-                    if file.readinto(array[n]) != array.shape[1]:
+                    if file.readinto(array[n].data) != array.shape[1]:
                         return False
             return True
         return False
