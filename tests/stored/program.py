@@ -5,6 +5,7 @@ python program.py FOLDER SECONDS [PORT COUNT INDEX] [--dies-after CALLS] [--fact
 
 import argparse
 import os
+import signal
 import time
 
 import jax
@@ -35,6 +36,8 @@ def main():
     parser.add_argument('--dies-after', type=int, default=0)
     parser.add_argument('--factor', type=float, default=2.0)
     options = parser.parse_args()
+    # Shells let programs in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if options.where:
         port, count, index = options.where
         jax.distributed.initialize(f'localhost:{port}', count, index)

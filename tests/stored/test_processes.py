@@ -48,7 +48,7 @@ def test_a_program_that_is_stopped_goes_on(tmp_path: Path, sign: signal.Signals)
     """Nothing is lost but what was computed at that moment."""
     calls = 0
     for stop in (3, 9):
-        process = started(tmp_path, 0.1)
+        process = started(tmp_path, 0.01)
         assert process.stdout is not None
         for _ in range(stop):
             assert process.stdout.readline() == 'call\n'
