@@ -16,13 +16,13 @@ from typing import Any
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, root_of, thread
 from flax_sg.engine.roots import IdlePart, Root
-from flax_sg.engine.selection import selects, wants
+from flax_sg.engine.selection import leave_out, selects, wants
 from flax_sg.filters.paths import Path
 from flax_sg.filters.unused import find_unused
 from flax_sg.internals import core_scopes
 from flax_sg.internals.places import warn_once
-from flax_sg.internals.types import Decision, is_meant
-from flax_sg.trees.variables import facts_of, iter_leaf_keys
+from flax_sg.internals.types import is_meant
+from flax_sg.trees.variables import iter_leaf_keys
 
 
 def judge(block: Block, reads: bool) -> None:
@@ -80,19 +80,27 @@ def _is_for_an_inner_program(block: Block, root: Root) -> bool:
     JAX keeps the program, in which the block does nothing. A call at top level would
     get it, where the block covers this ``apply``.
     """
-    if block.effective or block.kept_trace == root.kept_trace:
-        return False
-    return any(map(is_meant, _answers_inside(block, set())))
+    return (
+        not block.effective
+        and block.kept_trace != root.kept_trace
+        and _is_meant_inside(block, set())
+    )
 
 
-def _answers_inside(block: Block, matched: set[filters.Filter]) -> list[Decision]:
-    """What the filter says of the variables of an inner ``apply``."""
-    asker, answers = block.asker, list[Decision]()
+def _is_meant_inside(block: Block, matched: set[filters.Filter]) -> bool:
+    """Whether the filter means a variable of an inner ``apply``, as at top level.
+
+    Args:
+        block: the block.
+        matched: gets the atoms that mean one of them.
+    """
+    meant = False
     # A function may raise for variables that its block does not cover.
     with contextlib.suppress(Exception):
-        for facts in block.uncovered:
-            answers.append(asker.ask(asker.path_of(facts), matched))
-    return answers
+        for collection, names, inner, array in block.uncovered:
+            path = Path.of(collection, names, (), inner, array)
+            meant |= is_meant(block.asker.ask(path, matched))
+    return meant
 
 
 def leave_unjudged(block: Block) -> None:
@@ -186,7 +194,7 @@ def _unused(
         error = _nothing_read(block)
     if error and block.uncovered:
         either = set(matched)
-        _answers_inside(block, either)
+        _is_meant_inside(block, either)
         if len(either) == len(where.atoms):
             error = _only_inside(block)
     if error:  # The traceback may end at another line, where a tree was complete.
@@ -227,8 +235,9 @@ def _ran_no_module(block: Block) -> bool:
 
 
 def _no_effect(block: Block, idle: filters.Filter) -> str:
-    if not block.rewrite.where.atoms:
-        error = _only_inside(block) if block.uncovered else _nothing_read(block)
+    is_inside = _is_meant_inside(block, set())
+    if is_inside or not block.rewrite.where.atoms:
+        error = _only_inside(block) if is_inside else _nothing_read(block)
         return f'{error}\nThe block was opened at {block.place}.'
     to_stop = 'To stop a value write jax.lax.stop_gradient(h). '
     stops = block.rewrite.rule.name == 'stop_gradient'
@@ -297,8 +306,7 @@ def _meet(
     """
     if not block.covers(root):
         for collection, tree in variables.items():
-            keys = iter_leaf_keys((collection, path), tree)
-            block.uncovered.update(map(facts_of, keys))
+            leave_out(block, root, (collection, path), tree)
         return
     block.collections.update(variables)
     # Nothing is differentiated by what ``init`` makes, and in a tree without variables

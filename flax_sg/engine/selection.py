@@ -12,9 +12,9 @@ from flax_sg.engine.numbers import VALUES, Question
 from flax_sg.engine.roots import Root
 from flax_sg.filters.paths import Path
 from flax_sg.internals import tracing
-from flax_sg.internals.types import Decision
+from flax_sg.internals.types import Decision, PyTree
 from flax_sg.rules.rules import OVERWRITE_WITH_GRADIENT
-from flax_sg.trees.variables import Facts, Key, facts_of
+from flax_sg.trees.variables import Facts, Key, facts_of, iter_leaf_keys
 
 
 def wants(block: Block, root: Root, collection: str) -> bool:
@@ -29,6 +29,12 @@ def wants(block: Block, root: Root, collection: str) -> bool:
     if named == 'params':  # The common case, answered fast.
         return collection == 'params'
     return collection != OVERWRITE_WITH_GRADIENT and in_filter(named, collection)
+
+
+def leave_out(block: Block, root: Root, key: Key, value: PyTree) -> None:
+    """Notes variables of a tree that a block does not cover."""
+    if not block.covers(root):
+        block.uncovered.update(map(facts_of, iter_leaf_keys(key, value)))
 
 
 def path_of(block: Block, key: Key) -> Path:

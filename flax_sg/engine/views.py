@@ -28,7 +28,14 @@ import jax
 from flax_sg import errors, filters
 from flax_sg.engine.blocks import Block, Decided, thread
 from flax_sg.engine.roots import Root
-from flax_sg.engine.selection import decide, note_all, path_of, selects, wants
+from flax_sg.engine.selection import (
+    decide,
+    leave_out,
+    note_all,
+    path_of,
+    selects,
+    wants,
+)
 from flax_sg.internals import tracing
 from flax_sg.internals.jaxprs import BLOCK
 from flax_sg.internals.types import Leaf, PyTree
@@ -120,6 +127,9 @@ def view(root: Root, blocks: Sequence[Block], key: Key, value: PyTree) -> PyTree
         the collection.
     """
     wanted = [block for block in blocks if wants(block, root, key[0])]
+    if len(wanted) < len(blocks):
+        for block in blocks:
+            leave_out(block, root, key, value)
     if not wanted:
         return value
     return map_variables(functools.partial(_view_variable, root, wanted), key, value)

@@ -426,29 +426,59 @@ def test_a_read_of_another_tree_traces_no_helper_again():
     assert counts[1:] == counts[:1] * 2
 
 
+class Calls(fnn.Module):
+    """Calls a function of other variables, beside a parameter of its own."""
+
+    fun: Any
+    own: str = 'kernel'
+
+    @fnn.compact
+    def __call__(self, x):
+        own = self.param(self.own, fnn.initializers.ones, (2,))
+        return jnp.sum(own * x[0]) + self.fun(VARIABLES_OF_PLAIN, x)
+
+
+class Holds(fnn.Module):
+    model: Any
+
+    def __call__(self, x):
+        return self.model(x)
+
+
+def applied_in_block(where: Any, variables: Any, x: Any) -> Any:
+    with nn.stop_gradient(where):
+        return jnp.sum(PLAIN.apply(variables, x))
+
+
+def bound_before_block(where: Any, variables: Any, x: Any) -> Any:
+    bound = PLAIN.bind(variables)
+    with nn.stop_gradient(where):
+        return jnp.sum(bound(x))
+
+
 @pytest.mark.parametrize('where', ['kernel', True, lambda path: path == 'kernel'])
-@pytest.mark.parametrize('begin', ['init', 'apply'])
-def test_a_jitted_block_for_an_inner_apply_raises_in_a_module(where, begin):
-    """JAX keeps the program: a call at top level would get it, without a stop."""
-
-    @jax.jit
-    def helper(variables: Any, x: Any) -> Any:
-        with nn.stop_gradient(where):
-            return jnp.sum(PLAIN.apply(variables, x))
-
-    class Calls(fnn.Module):
-        @fnn.compact
-        def __call__(self, x):
-            kernel = self.param('kernel', fnn.initializers.ones, (2,))
-            return jnp.sum(kernel * x[0]) + helper(VARIABLES_OF_PLAIN, x)
-
-    own = {'params': {'kernel': jnp.ones(2)}}
+@pytest.mark.parametrize(
+    ('fun', 'model', 'begin'),
+    [
+        (applied_in_block, Calls, 'init'),
+        (applied_in_block, Calls, 'apply'),
+        (bound_before_block, Calls, 'apply'),
+        # In a module below, and with no name that the pattern fits.
+        (applied_in_block, lambda fun: Holds(Calls(fun)), 'init'),
+        (bound_before_block, lambda fun: Holds(Calls(fun)), 'init'),
+        (applied_in_block, lambda fun: Holds(Calls(fun, 'scale')), 'init'),
+    ],
+)
+def test_a_jitted_block_for_an_inner_apply_raises_in_a_module(fun, model, begin, where):
+    """JAX would keep the program, and a call at top level get it without the stop."""
+    helper = jax.jit(functools.partial(fun, where))
+    calls, own = model(helper), {'params': {'kernel': jnp.ones(2)}}
     with pytest.raises(errors.UnusedFilterError, match='inside of another'):
         if begin == 'init':
-            Calls().init(jax.random.key(0), X)
+            calls.init(jax.random.key(0), X)
         else:
-            Calls().apply(own, X)
+            calls.apply(own, X)
     grads = jax.grad(helper)(VARIABLES_OF_PLAIN, X)['params']
     assert oracle.is_zero(grads['kernel'])
     assert oracle.is_zero(grads['bias']) == (where is True)
-    Calls().apply(own, X)  # It gets the program of the call at top level.
+    Calls(helper).apply(own, X)  # It gets the program of the call at top level.
