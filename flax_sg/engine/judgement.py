@@ -95,10 +95,10 @@ def _is_meant_inside(block: Block, matched: set[filters.Filter]) -> bool:
         matched: gets the atoms that mean one of them.
     """
     meant = False
-    # A function may raise for variables that its block does not cover.
-    with contextlib.suppress(Exception):
-        for collection, names, inner, array in block.uncovered:
-            path = Path.of(collection, names, (), inner, array)
+    for collection, names, inner, array in block.uncovered:
+        path = Path.of(collection, names, (), inner, array)
+        # A function may raise for variables that its block does not cover.
+        with contextlib.suppress(Exception):
             meant |= is_meant(block.asker.ask(path, matched))
     return meant
 

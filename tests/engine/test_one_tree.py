@@ -482,3 +482,10 @@ def test_a_jitted_block_for_an_inner_apply_raises_in_a_module(fun, model, begin,
     assert oracle.is_zero(grads['kernel'])
     assert oracle.is_zero(grads['bias']) == (where is True)
     Calls(helper).apply(own, X)  # It gets the program of the call at top level.
+
+
+@pytest.mark.parametrize('known', ['kernel', 'bias'])
+def test_a_filter_that_raises_for_another_inner_variable_is_asked_on(known):
+    helper = jax.jit(functools.partial(applied_in_block, lambda p: {known: True}[p]))
+    with pytest.raises(errors.UnusedFilterError, match='inside of another'):
+        Calls(helper).init(jax.random.key(0), X)
